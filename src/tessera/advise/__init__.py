@@ -1,4 +1,4 @@
-"""Advise: which cards carry a load, at what rate, price and latency; see `search` (which imports torch)."""
+"""Advise: which cards carry a load, at what rate, price and latency; `search` imports torch."""
 
 from tessera.advise.records import Advice, Candidate, Market, ModelLoad, Regime, RentedLoad
 

@@ -1,7 +1,6 @@
 """Raters: what a set of cards gives for a load, drafted in milliseconds or planned in seconds.
 
-`ServiceRater` plans the service that carries the load. `StepRater` plans images and models whose state is
-kept by row, as steps at the best batch; it drafts copies of the model alone.
+`StepRater` plans what no service runs in token steps, at the best batch; it drafts copies of the model alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ Advance = Callable[[str], None]
 
 # Memory of a card in bounds: a set divides the model.
 UNLIMITED = 1 << 50
-# Policies that are always planned, so that others have something to be compared with.
+# Always planned, so that others have something to be compared with.
 COPIES = (SINGLE, DATA_PARALLEL)
 
 
@@ -39,8 +38,7 @@ class Rater(Protocol):
     def is_compiled(self) -> bool: ...
 
     @property
-    def note(self) -> str:
-        """Why launches are not compiled."""
+    def note(self) -> str: ...
 
     @property
     def trace(self) -> Trace:
@@ -50,7 +48,7 @@ class Rater(Protocol):
         """Bounds of sets of these cards, one of each kind."""
 
     def drafts(self, cluster: Cluster, within_ms: float | None = None) -> list[Option]:
-        """The best draft of every policy; within another time per token."""
+        """The best draft of every policy, within another time per token."""
 
     def fastest(self, cluster: Cluster) -> Option | None:
         """The draft with the least time per token."""
@@ -59,9 +57,9 @@ class Rater(Protocol):
 
 
 def rater_of(wanted: ModelLoad, cards: Cluster, advance: Advance) -> Rater:
-    """The rater of a load; `cards` have all kinds of devices that are asked for later."""
+    """`cards` have all kinds of devices that are asked for later."""
     if wanted.load.output_tokens and is_served(wanted.model):
-        with suppress(CaptureError):  # state by row: no steps of mixed tokens
+        with suppress(CaptureError):  # state by row
             return ServiceRater.of(wanted, cards, advance)
     return StepRater.of(wanted, advance)
 
@@ -194,7 +192,6 @@ class StepRater:
 
 
 def _steps_of(wanted: ModelLoad) -> list[Step]:
-    """The steps of a request: prefill and decode where there are both, decode alone for no answer."""
     kinds, load = steps_of_model(wanted.model), wanted.load
     any_step = Step(place_of(wanted.model), kinds[0], 1, load.prompt_tokens, 0, 0, wanted.random_weights)
     if "decode" not in kinds:

@@ -1,4 +1,4 @@
-"""Records of `advise`: the load, the market, and the answer. Importable without torch."""
+"""Records of `advise`. Importable without torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,10 +13,7 @@ from tessera.profile import Gpu, gpu, known_gpus, make_cluster, parse_devices
 
 @dataclass(frozen=True, slots=True)
 class ModelLoad:
-    """A load of a model, and how it is planned."""
-
     model: str
-    # No answer tokens: decodes alone.
     load: Load
     # compiled, eager, or empty: compiled where cached.
     launches: str = ""
@@ -24,14 +21,13 @@ class ModelLoad:
     memory_share: float = MEMORY_SHARE
     objective: Objective = Objective.THROUGHPUT
     random_weights: bool = False
-    # Module -> how often each of its experts is chosen.
+    # By module: how often each expert is chosen.
     frequencies: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    # Steps that no service runs only; None: chosen.
+    # Only for steps that no service runs.
     batch: int | None = None
     microbatches: int | None = None
-    # Runs of an image's step.
     image_steps: int = 1
-    # Share of the best draft from which a policy of a service is planned; 0: all are.
+    # Share of the best draft from which a policy is planned; 0: all are.
     worth: float = 0.0
 
 
@@ -39,7 +35,7 @@ class ModelLoad:
 class RentedLoad:
     model: str
     rate_per_s: float
-    # Tokens of a prompt and of an answer; for an image, its tokens and denoising steps.
+    # Tokens; for an image, its tokens and denoising steps.
     prompt: int
     output: int
     ttft_ms: float | None = None
@@ -65,7 +61,7 @@ class RentedLoad:
 
     @property
     def tokens(self) -> int:
-        """Tokens of an answer; an image counts as one."""
+        """An image counts as one."""
         return 1 if self.is_image else self.output
 
     @property
@@ -75,22 +71,19 @@ class RentedLoad:
 
 @dataclass(frozen=True, slots=True)
 class Market:
-    """Cards that can be rented, and how they are used."""
-
-    # Names of GPUs; empty: all that have a price.
+    # Empty: all that have a price.
     gpus: tuple[str, ...] = ()
     max_devices: int = 4
     provider: str = ""
-    # USD per hour of cards, in place of the providers' prices.
+    # In place of the providers' prices.
     prices: Mapping[str, float] = field(default_factory=dict)
     link: str = "pcie4"
     memory_share: float = MEMORY_SHARE
-    # "compiled", "eager", or empty: compiled where cached.
     launches: str = ""
     search: SearchConfig = FULL
 
     def prices_of(self, one: Gpu) -> tuple[tuple[str, float], ...]:
-        """(provider, USD per hour); a price that was given holds at every provider."""
+        """A price that was given holds at every provider."""
         if one.name not in self.prices:
             return one.prices
         providers = sorted({name for other in known_gpus() for name, _ in other.prices})
@@ -109,16 +102,15 @@ class Candidate:
 
     gpus: tuple[str, ...]
     way: str
-    # Requests (or images) per second at full load.
+    # Images per second for an image; at full load.
     requests_per_s: float
-    # Whether that is the rate with its margin.
+    # The rate with its margin is carried.
     is_enough: bool
     # For an image: None, and the time of the whole image.
     ttft_ms: float | None
     tpot_ms: float | None
-    # Relative error of the prices of its launches; None for a draft.
+    # None for a draft.
     cost_error: float | None
-    # Sequences on each device.
     batch: Annotated[dict[str, int], HIDDEN]
     microbatches: Annotated[int, HIDDEN]
     policy: Annotated[str, HIDDEN]
@@ -134,7 +126,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """Requests per second of each way within a time per token, and the coarsest that is near the best."""
+    """Rates of all ways within a time per token, and the coarsest way that is near the best."""
 
     tpot_ms: float
     requests_per_s: dict[str, float]
@@ -147,10 +139,9 @@ class Advice:
     # rent: cheapest first; have: from the coarsest way.
     candidates: tuple[Candidate, ...]
     price_source: str
-    # Why there may be something cheaper, and why launches are not compiled.
     notes: tuple[str, ...]
     is_compiled: Annotated[bool, HIDDEN]
-    # rent only: GPU -> why it was not considered; sets that were looked at, and that were planned.
+    # rent only: why GPUs were not considered; sets that were looked at, and that were planned.
     skipped: dict[str, str] = field(default_factory=dict)
     num_sets: Annotated[int, HIDDEN] = 0
     num_planned: Annotated[int, HIDDEN] = 0

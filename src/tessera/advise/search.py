@@ -1,9 +1,9 @@
 """advise: which cards carry a load, at what rate, price and latency. No GPU is needed; all is modelled.
 
-  rent   The cheapest cards that carry the load. Sets of cards are drafted from the cheapest on, as far as
-         their bound carries the rate; those whose draft carries it are planned and rehearsed.
-  have   What to do with given cards: the coarsest policy within the error of the prices; and what a copy of
-         the model on one more card would add.
+   rent   The cheapest cards that carry the load. Sets of cards are drafted from the cheapest on, as far as
+          their bound carries the rate; those whose draft carries it are planned and rehearsed.
+   have   What to do with given cards: the coarsest policy within the error of the prices; and what a copy of
+          the model on one more card would add.
 
 Not modelled: bursts, for which `RentedLoad.margin` is kept free.
 """
@@ -24,10 +24,9 @@ from tessera.profile import Gpu, gpu, known_gpus, make_cluster, parse_devices, s
 from tessera.report import round_limits
 from tessera.report.figures import digits
 
-# A plan, and its figures beside those of other policies.
 Planned = tuple[ServicePlan | Plan, Comparison]
 
-# Ways to use cards, from the coarsest.
+# From the coarsest.
 WAYS = ("one card", "data-parallel", "split", "kernel level")
 KINDS = {
     "single": "one card",
@@ -40,11 +39,11 @@ KINDS = {
 NUM_NEXT = 5
 # Share of the best draft from which a policy is planned.
 WORTH = 0.9
-# Sets of cards that are advised: the choice and the runner-up.
+# The choice and the runner-up.
 NUM_ADVISED = 2
 # Plans carry up to this much more than drafts.
 DRAFT_ERROR = 1.1
-# Seconds after which no further set is planned; the longer where nothing carries the load yet.
+# No set is planned later than this; the longer limit holds where nothing carries the load yet.
 SEARCH_S, LONGEST_S = 25.0, 120.0
 
 
@@ -108,7 +107,7 @@ class RatedCards:
         )
 
     def _offers(self, listed: Sequence[Gpu]) -> tuple[list[Offer], dict[str, str]]:
-        """GPUs that can be rented and can run the model, and the others with the reason."""
+        """GPUs that can be rented and can run the model; the others with the reason."""
         market = self.market
         providers = sorted({p for g in known_gpus() for p, _ in g.prices})
         if market.provider and market.provider not in providers:
@@ -196,7 +195,6 @@ def _best_of_each(options: Iterable[Option]) -> dict[str, Option]:
 
 
 def _regimes(cards: RatedCards, cluster: Cluster, found: Comparison, error: float) -> Iterable[Regime]:
-    """Drafts within other times per token."""
     fastest = cards.rater.fastest(cluster)
     slowest = max(o.tpot_ms for o in (*found.baselines, found.chosen))
     if fastest is None or cards.load.is_image:
@@ -217,7 +215,7 @@ class _Rent:
     # The best set that does not carry the load.
     near: Candidate | None = None
     num_planned: int = 0
-    # Sets that might carry the load and were not planned: cheaper ones than the choice, or a runner-up.
+    # Sets that might carry the load and were not planned.
     num_left: int = 0
 
     @cached_property
@@ -283,7 +281,6 @@ class _Rent:
             self.near = candidate
 
     def _plan(self, basket: Basket) -> None:
-        """Plan a set; it is a choice if it carries the load."""
         self.cards.advance(f"planning {basket}")
         self.num_planned += 1
         try:

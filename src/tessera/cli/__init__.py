@@ -1,7 +1,7 @@
 """The command line: one subcommand per stage, in the order of the flow, artifact in, artifact out.
 
-Only this package puts stages together. A user's mistake ends in one line on standard error and exit code 2;
-an interrupt in exit code 130. Anything else keeps its traceback, because it is a bug.
+A user's mistake ends in one line on standard error and exit code 2; an interrupt in exit code 130. Anything
+else keeps its traceback, because it is a bug.
 """
 
 import errno
@@ -44,26 +44,23 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-# In the order of the flow.
 COMMANDS: tuple[Callable[..., Any], ...] = (
     capture.capture, analyze.analyze, verify.verify, profile.profile, calibrate.calibrate, plan.plan,
     advise.advise, run.run, simulate.simulate, serve.serve, chat.chat, batch.batch, remote.worker,
     report.report, demo.demo, doctor.doctor, gpus.gpus,
 )  # fmt: skip
-# Options of `serve` may come from variables named TESSERA_SERVE_PORT, TESSERA_SERVE_DEVICES, ...
 SERVE_VARIABLES = {"auto_envvar_prefix": "TESSERA_SERVE"}
 for function in COMMANDS:
     settings = SERVE_VARIABLES if function is serve.serve else {}
-    # The first paragraph in full: click would cut it to one line.
+    # In full: click would cut it to one line.
     summary = " ".join((function.__doc__ or "").split("\n\n", 1)[0].split())
     app.command(short_help=summary, context_settings=settings)(printed(function))
 app.add_typer(bench.app, name="bench")
 
-# What a shell expects of a command that Ctrl-C ended.
 INTERRUPTED = 130
 # Set by the shell when it asks for completions.
 COMPLETION = "_TESSERA_COMPLETE"
-# What people do with it, for who types the name alone.
+# Printed for the name alone.
 FIRST_SCREEN = """\
 Tessera makes heterogeneous GPUs work as one. Five things to do with it:
 
@@ -110,7 +107,6 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def run_app(commands: typer.Typer, words: Sequence[str], name: str) -> int:
-    """The exit code of a command line; errors are printed in one line."""
     command: Any = typer.main.get_command(commands)
     try:
         code = command.main(args=list(words), prog_name=name, standalone_mode=False)
@@ -120,7 +116,7 @@ def run_app(commands: typer.Typer, words: Sequence[str], name: str) -> int:
         return _complain(str(error))
     except (typer.Abort, KeyboardInterrupt):
         code = INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has gone, as in `tessera gpus | head`
+    except BrokenPipeError:  # the reader of our output has gone
         sys.stderr.close()
         return 0
     except OSError as error:
@@ -140,7 +136,6 @@ def _complain(message: str) -> int:
 
 
 def _usage(error: Any) -> str:
-    """A usage error in one line, with the names that would have been understood."""
     message = str(error.format_message())
     context = getattr(error, "ctx", None)
     if context is None:

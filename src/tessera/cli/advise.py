@@ -37,9 +37,9 @@ from tessera.plan import Comparison
 from tessera.profile import gpu
 from tessera.report import write_advice
 
-# Steps of the progress bar when renting: recordings, batches, and plans.
+# Steps of a search to rent: recordings, batches and plans.
 NUM_STEPS = 16
-# Default prompt and output: tokens of a chat; tokens of an image of 1024 x 1024 pixels and denoising steps.
+# Prompt and output: tokens of a chat; tokens of an image of 1024 x 1024 pixels and denoising steps.
 CHAT, IMAGE = (1024, 256), (4096, 40)
 DO = {
     "one card": "Use the best card alone",
@@ -100,7 +100,7 @@ def advise(
         from tessera.capture.models import steps_of_model
         from tessera.plan import search_config
 
-        logging.getLogger("transformers").setLevel(logging.ERROR)  # its advice does not apply here
+        logging.getLogger("transformers").setLevel(logging.ERROR)
         is_image = "decode" not in steps_of_model(model)
         usual = IMAGE if is_image else CHAT
         sizes = (prompt or usual[0], output or usual[1])
@@ -174,7 +174,6 @@ def _times(way: Candidate) -> str:
 
 
 def _doubts(advice: Advice) -> list[str]:
-    """What may keep the advised cards from carrying the load."""
     choice, load, found = advice.advised, advice.load, []
     least = choice.requests_per_s / (1 + choice.error)
     if least < load.rate_per_s:

@@ -28,9 +28,7 @@ class GraphSummary(Record, frozen=True):
     launches: int
     views: int
     edges: int
-    # raw, war and waw -> edges.
     hazards: dict[str, int]
-    # Kind of buffer -> number, and bytes.
     buffers: dict[str, int]
     bytes: Annotated[dict[str, int], HIDDEN]
     # Launches that share state run on one device.

@@ -1,9 +1,8 @@
 """tessera batch: a file of requests in OpenAI's batch format, answered by a server or a model.
 
-Every line of the input is {"custom_id", "method": "POST", "url", "body"}; every line of the output
-{"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}, in the order of completion.
-A line is written when its answer is complete, so the output is also the record of what is done: the same
-command after a kill goes on with the rest.
+Every line of the input is {"custom_id", "method": "POST", "url", "body"}; every line of the output {"id",
+"custom_id", "response": {"status_code", "request_id", "body"}, "error"}, in the order of completion. A line
+is written when its answer is complete, so the same command after a kill goes on with the rest.
 
 Not handled: input that changes between two runs.
 """
@@ -27,18 +26,15 @@ from tessera.cli.plan_model import EffortOption
 from tessera.errors import LoadError, TesseraError
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
-# Statuses of a server that is busy or starting; tries of a request, and seconds before the second, doubling.
+# Statuses of a busy or starting server; tries, and the first pause, which doubles.
 BUSY = (429, 502, 503, 504)
 MAX_TRIES, PAUSE_S = 8, 0.5
 
 
 class BatchRun(Record, frozen=True):
-    """Requests of a file that have been answered."""
-
     requests: int
     # By an earlier run.
     done_before: int
-    # Answered with another status than 200.
     failed: int
     prompt_tokens: int
     output_tokens: int
@@ -122,7 +118,7 @@ def _request(line: bytes, place: str) -> dict[str, Any]:
 
 
 def _done(out: BinaryIO, path: Path) -> set[str]:
-    """Names of answered requests; a line that a kill cut short is removed."""
+    """A line that a kill cut short is removed."""
     out.seek(0)
     names, end = set(), 0
     for line in out:

@@ -1,7 +1,4 @@
-"""tessera bench serve: load a running server and report throughput, latencies and errors.
-
-Works with any server that speaks OpenAI's protocol with streaming. The client takes all measurements.
-"""
+"""tessera bench serve: load a running server and report throughput, latencies and errors."""
 
 import asyncio
 from dataclasses import dataclass
@@ -49,8 +46,6 @@ COLUMNS = [
 
 
 class LatencyLine(Record, frozen=True):
-    """Statistics of one metric."""
-
     mean_ms: float | None
     median_ms: float | None
     p90_ms: float | None
@@ -58,14 +53,12 @@ class LatencyLine(Record, frozen=True):
 
 
 class LatencyTable(Record, frozen=True):
-    """All metrics, for people; the JSON has them under the names of `vllm bench serve`."""
+    """The JSON has the metrics under the names of `vllm bench serve`."""
 
     latencies: Annotated[dict[str, LatencyLine], shown("latencies, measured by the client")]
 
 
 class ErrorKind(Record, frozen=True):
-    """Failed requests of one kind."""
-
     count: int
     first: str
 
@@ -111,7 +104,7 @@ class BenchServe(Columns, frozen=True):  # type: ignore[call-arg, misc, valid-ty
     tokens_counted_by: Annotated[str | None, HIDDEN]
     endpoint: Annotated[str, HIDDEN]
     num_prompts: Annotated[int, HIDDEN]
-    # Requests of a log that were shortened to the lengths allowed.
+    # Shortened to the lengths allowed.
     num_cut: Annotated[int, shown("requests of the log that were cut")]
     request_rate: Annotated[float | None, HIDDEN]
     burstiness: Annotated[float, HIDDEN]
@@ -120,7 +113,6 @@ class BenchServe(Columns, frozen=True):  # type: ignore[call-arg, misc, valid-ty
     verify: Annotated[VerifiedAnswers | None, shown("answers compared with those given alone")]
 
     def problem(self) -> TesseraError | None:
-        """Failed requests, or answers that differ from those given alone."""
         if self.errors:
             kind, errors = next(iter(self.errors_by_kind.items()))
             many = f"{self.errors} of {self.num_prompts} requests failed"
@@ -132,8 +124,6 @@ class BenchServe(Columns, frozen=True):  # type: ignore[call-arg, misc, valid-ty
 
 
 class EndpointName(StrEnum):
-    """Which of OpenAI's endpoints gets the requests."""
-
     CHAT = "chat"
     COMPLETIONS = "completions"
 
@@ -144,8 +134,6 @@ TWICE = "--rate and --arrivals both say when to send; give one of them"
 
 @dataclass(frozen=True)
 class SentRequests:
-    """Options of `tessera bench serve` about what is sent."""
-
     requests: Annotated[int | None, option("Number of requests.", default="200, or all of a log", min=1)] = (
         None
     )

@@ -16,7 +16,7 @@ from tessera.profile.corrections import MeasuredWork
 from tessera.profile.estimate import price_works
 from tessera.profile.measured import needs_measuring
 
-# (kind of step, batch, context) that are measured, and the model they are of where none is named.
+# (kind of step, batch, context) that are measured.
 STEPS = (("decode", 32, 1024), ("prefill", 2, 1024))
 SMALL_STEPS = (("decode", 2, 64), ("prefill", 2, 64))
 MODEL, SMALL_MODEL = "llama-3-8b", "tiny-llama"
@@ -30,14 +30,12 @@ class CalibrationReport(Record, frozen=True):
     gpu: str
     measured: Annotated[int, shown("launches measured")]
     steps: str
-    # Share of the steps' time in measured launches.
+    # Measured launches' share of the steps' time.
     share: Annotated[float, shown("share of their time", "share")]
-    # Relative error of the steps' prices.
     error_before: Annotated[float, shown("error before", "error")]
     error_after: Annotated[float, shown("error now", "error")]
-    # Class of kernel -> measured time over modelled.
     ratios: Annotated[dict[str, float], shown("measured / modelled")]
-    # File that plans for this GPU use from now on.
+    # Plans for this GPU use this file from now on.
     output: str
 
 

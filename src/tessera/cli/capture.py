@@ -1,8 +1,4 @@
-"""tessera capture: a model's step -> a trace.
-
-Also what other commands ask of a model: --random-weights, and --launches, as Inductor compiles them or as the
-model calls them.
-"""
+"""tessera capture: a model's step -> a trace."""
 
 import time
 from pathlib import Path
@@ -33,8 +29,6 @@ Launches = Annotated[
 
 
 class CapturedTrace(Record, frozen=True):
-    """A recorded step in figures."""
-
     output: str
     model: str
     step: str
@@ -45,7 +39,6 @@ class CapturedTrace(Record, frozen=True):
     edges: Annotated[int, shown("dependencies")]
     state_bytes: int
     weight_bytes: Annotated[int, shown("weights")]
-    # Kind of buffer -> number.
     kinds: Annotated[dict[str, int], shown("buffers by kind")]
     # Operator -> calls whose result aliases an argument although the schema does not say so.
     undeclared_aliases: dict[str, int]
@@ -122,7 +115,6 @@ def _captured(
 
 
 def _record_compiled(step: Step, device: str) -> Trace:
-    """Launches of Inductor, recorded on the GPU or predicted without one."""
     from tessera.capture import build, record_step
     from tessera.capture.inductor import record_inductor
     from tessera.capture.workload import on_device
@@ -138,12 +130,11 @@ def _record_compiled(step: Step, device: str) -> Trace:
 
 
 def _full(path: Path | None) -> str:
-    """A file by its full path, so that the step can be built again from elsewhere."""
+    """A full path, so that the step can be built again from elsewhere."""
     return str(path.resolve()) if path else ""
 
 
 def default_step(model: str) -> str:
-    """decode where the model has it, else the first of its steps."""
     from tessera.capture.models import steps_of_model
 
     steps = steps_of_model(model)

@@ -1,7 +1,6 @@
 """tessera chat: a conversation in the terminal; and `ApiClient`, the HTTP client of chat and batch.
 
-Both talk HTTP: to a server by its URL, or to a model that they serve themselves on a free port of loopback
-with a key of their own.
+A model is served meanwhile on a free port of loopback, with a key of its own.
 """
 
 import json
@@ -22,7 +21,7 @@ from tessera.cli.serve import answering
 from tessera.cli.serve_options import DevicesOption, LinkOption, MaxModelLen, ServeConfig
 from tessera.errors import LoadError, TesseraError
 
-# Seconds without a byte before a request fails.
+# Without a byte.
 TIMEOUT_S = 600.0
 HELP = "Type a message, or: /reset for a new conversation, /exit to end."
 PROMPT = "> "
@@ -30,18 +29,15 @@ PROMPT = "> "
 
 @dataclass(frozen=True)
 class ApiClient:
-    """Requests to a server of OpenAI's API."""
-
     url: str
     key: str = ""
 
     def open(self, path: str, body: object = None) -> Any:
-        """The response; raises HTTPError, or LoadError if the server cannot be reached."""
+        """Raises HTTPError, or LoadError if the server cannot be reached."""
         headers = {"Content-Type": "application/json"}
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
         raw = None if body is None else json.dumps(body).encode()
-        # No `/v1` twice: clients of OpenAI are given URLs with it.
         request = urllib.request.Request(self.url.rstrip("/").removesuffix("/v1") + path, raw, headers)
         try:
             return urllib.request.urlopen(request, timeout=TIMEOUT_S)
@@ -53,7 +49,6 @@ class ApiClient:
             raise LoadError("connection", f"cannot reach the server: {reason}", remedy, self.url) from None
 
     def post(self, path: str, body: object) -> tuple[int, Any]:
-        """Status and document."""
         try:
             with self.open(path, body) as response:
                 return response.status, json.load(response)
@@ -72,7 +67,6 @@ class ApiClient:
             raise TesseraError(_document(error)["error"]["message"], place=self.url) from None
 
     def model(self) -> str:
-        """The first model that the server has."""
         try:
             with self.open("/v1/models") as response:
                 return str(json.load(response)["data"][0]["id"])
@@ -91,8 +85,6 @@ def _document(error: urllib.error.HTTPError) -> Any:
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """A server that is talked to, or served meanwhile."""
-
     devices: DevicesOption = None
     link: LinkOption = None
     max_model_len: MaxModelLen = None
@@ -100,7 +92,6 @@ class ServerOptions:
 
     @contextmanager
     def client(self, target: str, effort: Effort) -> Iterator[ApiClient]:
-        """A client of a URL, or of a model that is served meanwhile."""
         if target.startswith(("http://", "https://")):
             yield ApiClient(target, self.api_key)
             return

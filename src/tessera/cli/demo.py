@@ -1,10 +1,4 @@
-"""tessera demo: a load planned for two unlike cards, the proof that dividing changes no bit, and a service.
-
-Gain: the service that carries a load of a full-size model on two cards, planned from its outlines in its own
-process. Proof: a small Llama with random weights, divided kernel by kernel, compared bit for bit. Service:
-the same model, planned and served on two emulated devices that pass pages to one another, compared token for
-token with the model itself.
-"""
+"""tessera demo: a load planned for two unlike cards, a proof that dividing changes no bit, and a service."""
 
 import asyncio
 import multiprocessing
@@ -43,10 +37,10 @@ if TYPE_CHECKING:
     from tessera.serve.records import Ask
     from tessera.serve.service import Service
 
-# Gain: a model with shipped outlines, on two cards of opposite strength.
+# A model with shipped outlines, on two cards of opposite strength.
 FULL_MODEL, FULL = "llama-3-8b", PlannedLoad(prompt_tokens=1024, output_tokens=256, tpot_ms=50.0)
 FULL_DEVICES, FULL_LINK = "emu:h20,emu:l40s", "pcie4"
-# Service and proof. The policies always divide the work, whether or not that pays for such a small model.
+# The policies always divide the work, whether or not that pays for such a small model.
 MODEL = "tiny-llama"
 SERVED_POLICY, DIVIDED_POLICY = "prefill-decode", "attention-ffn"
 PROMPTS = (
@@ -59,7 +53,6 @@ PROMPTS = (
 )
 PROMPT_TOKENS = 48
 MICROBATCHES = 4
-# Tokens of the small model are bytes, a begin and an end.
 BEGIN, END = 256, 257
 SIMULATED_REQUESTS = 12
 FIRST_LINE = (
@@ -75,7 +68,6 @@ class ServedDemo(Record, frozen=True):
     groups: tuple[GroupSize, ...]
     requests: int
     tokens: int
-    # Pages that went from the device that reads prompts to the one that answers.
     pages_moved: int
     # Whether every token is that of the model itself.
     verified: bool
@@ -91,7 +83,6 @@ class DemoRun(Record, frozen=True):
     requests: Annotated[int, HIDDEN]
     service: Annotated[ServedDemo, HIDDEN]
     plans: Annotated[dict[str, PlanFigures], HIDDEN]
-    # Overlap of workers and figures of each device, by policy.
     measured: Annotated[dict[str, dict[str, Any]], HIDDEN]
     files: Annotated[dict[str, str], HIDDEN]
     seconds: float
@@ -103,15 +94,11 @@ class DemoRun(Record, frozen=True):
 
 
 class DemoPolicies(Record, frozen=True):
-    """The table of the first part."""
-
     policies: Annotated[dict[str, PolicyFigures], shown("each policy at its own best (rehearsed)")]
 
 
 @dataclass(frozen=True)
 class SmallRuns:
-    """The small model: served, and divided by kernel on workers, compared with the reference run."""
-
     served: ServedDemo
     plan: Plan
     measured: Timeline
@@ -149,7 +136,6 @@ def demo(
 
 
 def plan_full(wanted: PlannedLoad) -> "PlannedModel":
-    """The load of the full-size model, planned for its cards within the limit of time per token."""
     return plan_load(FULL_MODEL, wanted, _cluster(FULL_DEVICES, FULL_LINK))
 
 
@@ -204,7 +190,6 @@ def _serve(
     output: Path,
     advance: Callable[[str], None],
 ) -> ServedDemo:
-    """The small model planned for a load and served by that plan; all prompts at once."""
     from tessera.capture import place_of
     from tessera.plan import QUICK
     from tessera.planning import ServedSteps, make_service_plan
@@ -329,7 +314,7 @@ def _tokens(prompt: str) -> tuple[int, ...]:
 
 
 def _prompt_inputs(prompt: str) -> "dict[str, torch.Tensor]":
-    """Inputs of a prefill: a begin, the bytes of the prompt, and ends to fill up."""
+    """A begin, the bytes of the prompt, and ends to fill up."""
     import torch
 
     row = list(_tokens(prompt))

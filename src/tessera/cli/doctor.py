@@ -12,7 +12,6 @@ from tessera import __version__
 from tessera.cli.output import HIDDEN, Record, progress, shown
 from tessera.errors import install_line
 
-# extra -> modules it brings
 EXTRAS = {
     "hf": ("transformers", "safetensors"),
     "serve": ("fastapi", "uvicorn"),
@@ -48,8 +47,6 @@ class ExtraLine(Record, frozen=True):
 
 
 class Doctor(Record, frozen=True):
-    """Devices, versions, transports and extras of this machine."""
-
     tessera: str
     python: str
     machine: str

@@ -18,25 +18,20 @@ NOTE = (
 
 
 class GpuLine(Record, frozen=True):
-    """One GPU of the list."""
-
     name: str
     memory_bytes: Annotated[int, shown("memory")]
-    # Sustained / data sheet.
     tflops: str
     gbps: str
     usd_per_hour: Annotated[float | None, shown("USD/h")]
     price_provider: Annotated[str, HIDDEN]
     costs: str
     borrowed_from: Annotated[tuple[str, ...], shown("borrows")]
-    # Kernel class -> best source of its costs.
+    # Best source by kernel class.
     sources: Annotated[dict[str, Source], HIDDEN]
     specs: Annotated[profile.Gpu, HIDDEN]
 
 
 class GpuList(Record, frozen=True):
-    """Every GPU that can be planned for."""
-
     gpus: Annotated[tuple[GpuLine, ...], shown("GPUs that can be planned for")]
     notes: tuple[str, ...]
 

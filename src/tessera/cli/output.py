@@ -1,17 +1,12 @@
 """How commands talk: one record on standard output, progress on standard error.
 
 A command is a function that returns one frozen record; `printed` makes a command of typer out of it, adds
-`--json` and prints the record: by msgspec, or by the renderer of `cli/render.py`.
+`--json` and prints the record.
 
 - A command never prints to standard output and never declares `--json`.
 - A command that goes on after its record (a service) is a generator and yields it; then the JSON is one line.
   Texts that it yields are for people only (the words of an answer).
-- An outcome that is a failure: the record's `problem` returns the error, raised after the record is printed.
-- What only people see, as the picture of a layer: return `Illustrated(record, pictures)`.
-- Options that need or exclude another: `needs` and `excludes`; ranges: `option(..., min=, max=)`; choices:
-  an `Enum`.
-- Every record has a JSON schema, docs/schemas/command-NAME.json (scripts/schemas.py). Types in records must
-  be importable without torch.
+- Types in records must be importable without torch.
 """
 
 import functools
@@ -48,9 +43,8 @@ __all__ = [
     "say", "shown", "warning",
 ]  # fmt: skip
 
-# Seconds before the first plain line, and between two lines of a counted job.
+# Seconds before the first plain line; between two lines of a counted job.
 QUIET_S, PAUSE_S = 2.0, 10.0
-# A file that is there.
 FILE = {"exists": True, "dir_okay": False}
 # Width of a record in a notebook.
 PAGE_COLUMNS = 100
@@ -64,12 +58,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, source: object, /, **more: Any) -> Self:
-        """Fields that the source has under the same name, and `more`."""
+        """Fields of the same name in `source`, and `more`."""
         names = (name for name in cls.__struct_fields__ if name not in more and hasattr(source, name))
         return cls(**{name: getattr(source, name) for name in names}, **more)
 
     def problem(self) -> TesseraError | None:
-        """The error with which the command ends after printing, if its outcome is a failure."""
+        """The error to raise after the record is printed."""
         return None
 
     def _repr_html_(self) -> str:
@@ -79,7 +73,6 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def option(help: str, *names: str, default: str | bool = True, **more: Any) -> Any:
-    """An option of typer: its help, its spellings, and its default for people."""
     return typer.Option(*names, help=help, show_default=default, **more)
 
 
@@ -89,17 +82,14 @@ R_co = TypeVar("R_co", bound=Record, covariant=True)
 
 @dataclass(frozen=True)
 class Illustrated(Generic[R_co]):
-    """A record, and what is printed for people before it: pictures, and parts of records."""
+    """A record, and what is printed for people before it."""
 
     record: R_co
     pictures: tuple[RenderableType | Record, ...]
 
 
 def printed(function: Callable[..., Any]) -> Callable[..., None]:
-    """A command of typer: `function` with `--json`, its record printed.
-
-    A parameter that is a dataclass stands for its fields, one option each.
-    """
+    """A parameter that is a dataclass stands for its fields, one option each."""
     parameters: list[inspect.Parameter] = []
     configs: dict[str, tuple[Any, list[str]]] = {}
     for parameter in inspect.signature(function).parameters.values():
@@ -137,7 +127,6 @@ def limit_ms(of: str, **more: Any) -> Any:
 
 
 def print_record(made: "Record | Illustrated[Record]", as_json: bool, is_line: bool = False) -> None:
-    """Print what a command returned; raises the record's problem afterwards."""
     record, pictures = (made.record, made.pictures) if isinstance(made, Illustrated) else (made, ())
     if as_json:
         document = msgspec.json.encode(record, enc_hook=str)
@@ -164,29 +153,27 @@ def only_if(test: Callable[[dict[str, Any]], Any], why: str) -> Callable[..., An
 
 
 def needs(other: str) -> Callable[..., Any]:
-    """Callback of an option that makes sense only with another; that other one is eager."""
+    """Callback of an option that makes sense only with another, which is eager."""
     return only_if(lambda given: given.get(other), f"needs --{other.replace('_', '-')}")
 
 
 def excludes(other: str, why: str) -> Callable[..., Any]:
-    """Callback of an option that makes no sense with another; that other one is eager."""
+    """Callback of an option that makes no sense with another, which is eager."""
     return only_if(lambda given: not given.get(other), why)
 
 
 def option_name(param: typer.CallbackParam) -> str:
-    """The first long spelling."""
     return next((word for word in param.opts if word.startswith("--")), param.opts[0])
 
 
 def finite(param: typer.CallbackParam, value: float | None) -> float | None:
-    """Callback of an option: neither infinite nor not a number. `min` and `max` let NaN pass."""
+    """`min` and `max` let NaN pass."""
     if value is not None and not math.isfinite(value):
         raise TesseraError(f"must be a finite number, got {value:g}", place=option_name(param))
     return value
 
 
 def positive(param: typer.CallbackParam, value: float | None) -> float | None:
-    """Callback of an option: finite and above zero."""
     if value is not None and not value > 0:
         raise TesseraError(f"must be above 0, got {value:g}", place=option_name(param))
     return finite(param, value)
@@ -197,12 +184,11 @@ def console() -> Console:
 
 
 def say(text: str) -> None:
-    """A line on standard error."""
     Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)
 
 
 def warning() -> Callable[[str], None]:
-    """A function that prints its first message as a warning on standard error."""
+    """Prints its first message only."""
     said: list[str] = []
 
     def warn(what: str) -> None:
@@ -215,7 +201,7 @@ def warning() -> Callable[[str], None]:
 
 @contextmanager
 def progress(label: str, total: int | None = None) -> Iterator[Callable[[str], None]]:
-    """A progress bar on standard error; the yielded function sets its text and advances it by one.
+    """The yielded function sets the text of the bar and advances it by one.
 
     Without a terminal: plain lines after the first seconds; for a counted job, the latest now and then.
     """
@@ -238,8 +224,6 @@ def progress(label: str, total: int | None = None) -> Iterator[Callable[[str], N
 
 
 class _Lines:
-    """Progress as plain lines on standard error; nothing for short jobs."""
-
     def __init__(self, label: str, total: int | None) -> None:
         self._total, self._num_done, self._next_s = total, 0, 0.0
         self._what, self._said = label, ""

@@ -40,8 +40,6 @@ PriceOption = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class PricedDevices:
-    """Devices, and their costs from files or from the best source."""
-
     costs: Annotated[list[Path] | None, option("Costs, one per trace in any order.", callback=TRACES)] = None
     devices: Annotated[str | None, option("Devices to price, in place of --costs: emu:a100,emu:l40s.")] = None
     link: Annotated[list[str] | None, option(LINK_HELP, default="pcie4")] = None

@@ -56,19 +56,16 @@ FrequenciesOption = Annotated[
 
 
 def is_model(words: Sequence[str]) -> bool:
-    """Whether the words name a model: one word that is no file of a trace."""
+    """A model is one word that is no file of a trace."""
     return len(words) == 1 and not Path(words[0]).is_file() and not words[0].endswith(".trace")
 
 
-# Options of each form of `tessera plan`.
 MODEL = only_if(lambda given: is_model(given["traces"]), "needs a model's name, not traces")
 TRACES = only_if(lambda given: not is_model(given["traces"]), "needs traces, not a model's name")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLoad:
-    """Options of `tessera plan` about the load and how it is planned."""
-
     objective: Annotated[
         ir.Objective,
         option(
@@ -105,7 +102,6 @@ class PlannedLoad:
         return ir.Load(self.prompt_tokens, self.output_tokens, tpot_ms=self.tpot_ms, ttft_ms=self.ttft_ms)
 
     def check(self) -> None:
-        """Refuse what cannot be planned before anything takes long."""
         if self.objective is ir.Objective.LATENCY:
             remedy = "Limit it with --tpot-ms and --ttft-ms, or plan the traces of `tessera capture`."
             raise TesseraError("needs traces, not a model's name", remedy, "--objective latency")
@@ -123,15 +119,12 @@ class PolicyFigures(Record, frozen=True):
     joules_per_token: Annotated[float | None, shown("J/token")]
     tpot_ms: float
     ttft_ms: float
-    # Sequences on each device.
     batch: Annotated[dict[str, int], shown("sequences")]
     microbatches: int
     groups: Annotated[tuple[ir.GroupSize, ...], HIDDEN] = ()
 
 
 class MemoryFigures(Record, frozen=True):
-    """Memory of one device."""
-
     weights: Annotated[int, shown(unit="bytes")]
     state: Annotated[int, shown(unit="bytes")]
     temporaries: Annotated[int, shown(unit="bytes")]
@@ -159,7 +152,6 @@ class ModelPlanFigures(Record, frozen=True):
     ttft_ms: float
     usd_per_million_tokens: Annotated[float | None, shown("USD/M tokens")]
     joules_per_token: Annotated[float | None, shown("J/token")]
-    # Sequences at once on each device.
     batches: Annotated[dict[str, int], shown("sequences")]
     microbatches: int
     # None where steps are planned.
@@ -173,7 +165,7 @@ class ModelPlanFigures(Record, frozen=True):
     memory: Annotated[dict[str, MemoryFigures], shown("memory (modelled)")]
     # Device -> module -> numbers of its experts there; empty if experts are not divided.
     experts: Annotated[dict[str, dict[str, tuple[int, ...]]], HIDDEN] = msgspec.field(default_factory=dict)
-    # Device -> weights that it fetches from its host's memory in every step.
+    # Device -> weights fetched from its host's memory in every step.
     fetched: Annotated[dict[str, tuple[str, ...]], HIDDEN] = msgspec.field(default_factory=dict)
     launches: str = ""
     output: Path | None = None
@@ -184,8 +176,6 @@ class ModelPlanFigures(Record, frozen=True):
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A plan for a load beside other policies, and how it was made."""
-
     plan: ir.ServicePlan | ir.Plan
     found: Comparison
     is_compiled: bool = False
@@ -194,7 +184,6 @@ class PlannedModel:
 
 
 def plan_model(model: str, wanted: PlannedLoad, cluster: ir.Cluster, output: Path | None) -> ModelPlanFigures:
-    """Plan, write the plan, and report what was chosen."""
     started = time.perf_counter()
     wanted.check()
     with progress("importing torch") as advance:
@@ -224,7 +213,7 @@ def plan_load(
     plan, found = rater.plan(cluster)
     notes = [rater.note] if rater.note else []
     last = rater.trace.step
-    if last.kind not in ("decode", "tokens") or ":" in last.model:  # a picture, or a callable of the user
+    if last.kind not in ("decode", "tokens") or ":" in last.model:  # a picture, or the user's callable
         notes.insert(0, ROWS)
     return PlannedModel(plan, found, rater.is_compiled, "; ".join(notes))
 
@@ -232,7 +221,6 @@ def plan_load(
 def model_figures(
     planned: PlannedModel, output: Path | None = None, seconds: float | None = None
 ) -> ModelPlanFigures:
-    """The record of a plan for a load."""
     found, note = planned.found, planned.note
     best = found.best_baseline
     parallel = next((o for o in found.baselines if o.policy == "data-parallel"), None)
@@ -302,14 +290,12 @@ def memory_figures(memory: Sequence[DeviceMemory]) -> dict[str, MemoryFigures]:
 
 
 def _ratios(found: Comparison) -> dict[str, float]:
-    """Coarser policy -> ratio of the plan to it, for data-parallel and the best one."""
     best = found.best_baseline
     listed = [o for o in found.baselines if o is best or o.policy == "data-parallel"]
     return {o.policy: found.ratio_to(o) for o in sorted(listed, key=lambda o: o is best)}
 
 
 def verdict(found: Comparison, how: str = "simulated") -> str:
-    """The plan against the best coarser policy and data-parallel, in a sentence."""
     if found.best_baseline is None:
         return "No coarser policy keeps to the limits."
     best, ratios = found.best_baseline.policy, _ratios(found)

@@ -1,4 +1,4 @@
-"""The record of a plan that `tessera plan` prints, for traces; `advise` and `demo` hold it too."""
+"""The record of a plan that `tessera plan` prints, for traces."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +17,7 @@ class CostFigures(Record, frozen=True):
     """How sure the costs are that a plan rests on."""
 
     rel_error: float
-    # Share of the busy time with a wide error, and by source.
+    # Share of the busy time with a wide error; shares by source.
     wide_share: float
     by_source: Annotated[dict[str, float], shown(unit="share")]
     parts: Annotated[tuple[CostShare, ...], HIDDEN]
@@ -25,11 +25,8 @@ class CostFigures(Record, frozen=True):
 
 
 class LaneFigures(Record, frozen=True):
-    """One lane of a plan."""
-
     share: float
     rate: Annotated[float, shown("requests/s")]
-    # Device -> launches of a request.
     launches: dict[str, int]
 
 
@@ -48,7 +45,6 @@ class PlanReasons(Record, frozen=True):
     # No placement serves one request alone faster.
     latency_bound_us: float
     reasons: Annotated[tuple[Reason, ...], HIDDEN]
-    # The reasons in sentences, and remarks.
     notes: tuple[str, ...]
 
 
@@ -148,7 +144,6 @@ def _lanes(made: Plan) -> tuple[LaneFigures, ...]:
 
 
 def reasons_of(made: Plan) -> PlanReasons:
-    """Why the plan is what it is."""
     from tessera.plan import explain
 
     found = explain(made)
@@ -156,14 +151,11 @@ def reasons_of(made: Plan) -> PlanReasons:
 
 
 class PlanTables(Record, frozen=True):
-    """For people: the devices, and the plan against coarser policies."""
-
     devices: Annotated[tuple[UsedDevice, ...], shown("devices (utilisation modelled)")]
     policies: Annotated[tuple[PolicyLine, ...], shown("against coarser policies (modelled costs, simulated)")]
 
 
 def pictures(made: Plan) -> tuple[RenderableType | Record, ...]:
-    """A layer's placement, and the tables."""
     step = len(made.unit.graphs) - 1
     tables = PlanTables(devices=device_uses(made), policies=compared(made))
     return layer_picture(made, main_lane(made), step), tables

@@ -1,8 +1,4 @@
-"""tessera profile: the cost of every launch of a trace on each device.
-
-Devices of this machine are measured one after the other, into a store; --links measures the links between
-them.
-"""
+"""tessera profile: the cost of every launch of a trace on each device, modelled, or measured into a store."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -46,9 +42,8 @@ class KernelCost(Record, frozen=True):
 
     kernel: str
     launches: int
-    # Device -> time of the launches together.
     us: Annotated[dict[str, float], HIDDEN]
-    # The same for people, in the order of the devices.
+    # For people, in the order of the devices.
     time: str
     source: str
     # Largest relative error of a price.
@@ -58,7 +53,6 @@ class KernelCost(Record, frozen=True):
 class LaunchCost(Record, frozen=True):
     launch: int
     kernel: str
-    # Device -> price.
     costs: dict[str, Cost]
 
 
@@ -219,7 +213,6 @@ def _check_plot(devices: tuple[Device, ...]) -> None:
 
 
 def measure_links(devices: Sequence[Device], path: Path, transport: str) -> tuple[LinkFit, ...]:
-    """Measures every two devices and keeps the links in the store."""
     _check(devices)
     fits: list[LinkFit] = []
     pairs = list(combinations(devices, 2))
@@ -252,11 +245,9 @@ def _check(devices: Sequence[Device]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """Where measurements are stored, and whether those at other clocks are used."""
-
     path: Path
     any_clock: bool
-    # Default store only: gets the reason if it cannot be used.
+    # Gets the reason if the default store cannot be used.
     spare: Callable[[str], None] | None = None
 
     def open(self, machine: Machine) -> Store:
@@ -282,7 +273,6 @@ def measure_devices(trace: Trace, devices: Sequence[Device], kept: Keeping) -> d
 def measure_device(
     trace: Trace, device: Device, kept: Keeping, stream: Any = None, only: frozenset[int] | None = None
 ) -> Measured:
-    """Measured costs on one device; `only`: of these launches."""
     from tessera.flow import make_timer
 
     timer = make_timer(trace, device, stream)
@@ -296,7 +286,6 @@ def measure_device(
 
 
 def remarks(found: dict[str, Measured], sums: dict[str, Reconciled]) -> tuple[str, ...]:
-    """What a reader of measured prices should know."""
     said: list[str] = []
     for name, measured in found.items():
         said += [*measured.notes, *sums[name].notes, *_gap(name, sums[name])]

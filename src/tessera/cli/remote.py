@@ -1,15 +1,8 @@
 """tessera run and serve on several machines: one process per device.
 
-    tessera run PLAN --rendezvous HOST:PORT --rank 0 --secret-file SECRET --requests 32 --verify
-    tessera run PLAN --rendezvous HOST:PORT --rank 1 --secret-file SECRET
-    torchrun --nnodes 2 --nproc-per-node 1 ... -m tessera run PLAN --torchrun --secret-file SECRET
-    tessera worker --rendezvous HOST:PORT --secret-file SECRET [--rank N]
-
 Rank 0 runs the requests and prints the results; its own device computes in a process beside it. Workers of
-`tessera serve` need no plan, those of `tessera run` have the same one. With --ray, Ray starts all workers.
-
-`tessera worker` makes the model's weights from the built-in name or folder that the service names, or from
---model, and receives those that it cannot make. It goes on until no service answers.
+`tessera serve` need no plan, those of `tessera run` have the same one. `tessera worker` makes the model's
+weights, and receives those that it cannot make.
 """
 
 import hashlib
@@ -38,9 +31,9 @@ Rendezvous = Annotated[str | None, option("HOST:PORT where the workers of severa
 SecretFile = Annotated[Path | None, option("A file with the secret of the rendezvous, the same everywhere.")]
 UnderTorchrun = Annotated[bool, option("Take rendezvous and rank from torchrun.", "--torchrun")]
 
-# Under torchrun, where rank 0 writes the address that it listens at.
+# Rank 0 writes there the address that it listens at.
 ADDRESS_KEY = "tessera/address"
-# How long a rank of `tessera run` looks for another run on the same address when one has ended.
+# How long a rank looks for another run on the same address.
 AGAIN_S = 1.0
 ANY = -1
 Devices = tuple[Device, ...]
@@ -48,8 +41,6 @@ Devices = tuple[Device, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class MeetingOptions:
-    """How a run or a service finds workers of several machines."""
-
     rendezvous: Rendezvous = None
     rank: Annotated[int, option("Which device this process is; 0 also takes the requests.", min=0)] = 0
     secret_file: SecretFile = None
@@ -70,19 +61,16 @@ class MeetingOptions:
 
 @dataclass
 class Meeting:
-    """Where the processes of one run meet, and which of them this is."""
-
     rank: int
     host: str
     port: int
     secret: bytes
-    # torchrun's own store, through which rank 0 tells its port; None without torchrun.
+    # torchrun's own, through which rank 0 tells its port.
     store: Any = None
     world: int | None = None
 
     @staticmethod
     def of(rendezvous: str | None, rank: int, secret_file: Path | None, torchrun: bool) -> "Meeting":
-        """From the command's options, or from torchrun."""
         from tessera.execute.engine_connection import check_secret
 
         secret = _read_secret(secret_file)
@@ -104,7 +92,7 @@ class Meeting:
 
     @contextmanager
     def hub_of(self, names: Sequence[str], digest: str = "") -> "Iterator[partial[Hub]]":
-        """For rank 0: makes the hub of all workers; `digest` names the plans that workers may have."""
+        """`digest` names the plans that workers may have."""
         from tessera.execute.hub import Hub
 
         if self.world not in (None, len(names)):
@@ -117,7 +105,6 @@ class Meeting:
             listening.close()
 
     def listen(self) -> "EngineRendezvous":
-        """For rank 0: where the others connect."""
         from tessera.execute.rendezvous import Rendezvous as EngineRendezvous
 
         listening = EngineRendezvous(self.host, self.port, self.secret, _complain)
@@ -126,13 +113,11 @@ class Meeting:
         return listening
 
     def address(self) -> tuple[str, int]:
-        """Where to call; under torchrun known when rank 0 has said so."""
         port = self.port if self.store is None else int(self.store.get(ADDRESS_KEY))
         return self.host, port
 
 
 def serve_rank(plans: Sequence[Plan], meeting: Meeting) -> None:
-    """A rank above 0: its device's worker, until rank 0 has ended."""
     from tessera.serve.joining import ModelHere
 
     names = plans[0].cluster.names
@@ -151,7 +136,7 @@ def work(
     again_s: float = 5.0,
     digest: str = "",
 ) -> None:
-    """Session after session, until no service answers; `rank` where it is not the meeting's."""
+    """Session after session, until no service answers."""
     from tessera.execute.engine_connection import EngineAddress
     from tessera.serve.joining import ModelHere, keep_working
 
@@ -167,9 +152,9 @@ def work(
 def gathered(
     devices: Devices | str, meeting: Meeting | None, ray: str | None, model: str = "", digest: str = ""
 ) -> "Iterator[tuple[Devices, MakeHub | None]]":
-    """The devices and the way to their workers; None: they are processes of this machine.
+    """The devices and the way to their workers; None: processes of this machine.
 
-    `devices` as text: Ray counts those of its machines. `digest` names the plans that workers may have.
+    `devices` as text: Ray counts those of its machines.
     """
     from tessera.profile import parse_devices
 

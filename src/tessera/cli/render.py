@@ -1,12 +1,12 @@
 """The one renderer that prints a command's record for people.
 
-A record is a frozen dataclass or msgspec struct. Its fields are printed in order:
+Fields of a frozen dataclass or msgspec struct are printed in order:
 
-  scalar, list or dict of scalars   a labelled line
-  list or dict of records           a table with a column for each field
-  record                            a section; a labelled line if its field has a unit
-  `headline`, `notes`               lines without a label
-  None, or an empty list or dict    nothing
+   scalar, list or dict of scalars   a labelled line
+   list or dict of records           a table with a column for each field
+   record                            a section; a labelled line if its field has a unit
+   `headline`, `notes`               lines without a label
+   None, or an empty list or dict    nothing
 
 Units come from the end of a field's name (`_us`, `_bytes`, `_per_s`, ...). A field can say more with
 `Annotated[T, HIDDEN]` (only in the JSON) or `Annotated[T, shown("label", "unit")]`.
@@ -31,16 +31,15 @@ from tessera.report.figures import duration, percent, size
 
 # Cells of at least this length wrap, in columns of at least this width.
 PROSE_LENGTH, PROSE_WIDTH = 28, 14
-# Width of a turned table's columns, as of "prefill-decode-".
+# Columns of a turned table are as wide as "prefill-decode-".
 NAME_WIDTH = 15
-# Columns between two columns of a table, and pieces of a turned table at most.
+# Space between two columns; pieces of a turned table.
 GAP, MAX_PIECES = 2, 4
-# Names that are written otherwise than in lower case.
 WORDS = {
     "usd": "USD", "ttft": "TTFT", "tpot": "TPOT", "gpu": "GPU", "gpus": "GPUs", "slo": "SLO",
     "tflops": "TFLOP/s", "gbps": "GB/s", "sms": "SMs",
 }  # fmt: skip
-# Last word of a field's name -> how its value is written. Units that are no part of the label come first.
+# By the last word of a field's name. `LABELLESS` units are no part of the label.
 LABELLESS: dict[str, Callable[[float], str]] = {
     "us": duration,
     "ms": lambda ms: duration(1e3 * ms),
@@ -96,7 +95,7 @@ def _unit(name: str) -> str:
 
 
 def label(name: str) -> str:
-    """A field's name for people: `tokens_per_s` is "tokens/s", `latency_us` "latency"."""
+    """`tokens_per_s` is "tokens/s", `latency_us` "latency"."""
     words = name.removeprefix("num_").removeprefix("is_").replace("_per_", "/").split("_")
     if len(words) > 1 and words[-1] in LABELLESS:
         words.pop()
@@ -107,14 +106,12 @@ def label(name: str) -> str:
 
 
 def is_record(value: object) -> bool:
-    """Whether a value has fields: a struct or a dataclass."""
     return isinstance(value, msgspec.Struct) or (
         dataclasses.is_dataclass(value) and not isinstance(value, type)
     )
 
 
 def text_of(value: Any, unit: str = "") -> str:
-    """A value without records, as people read it; empty for None."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -152,7 +149,6 @@ def render(record: Any, console: Console) -> None:
 
 
 def _block(field: Field, value: Any, console: Console) -> Callable[[], None] | None:
-    """How a field is printed that is more than a labelled line."""
     if field.name == "headline" and isinstance(value, str):
         return lambda: console.print(value, markup=False, style="bold")
     if field.name == "notes":
@@ -190,7 +186,7 @@ def _flush(lines: list[tuple[str, str]], console: Console) -> None:
 def render_table(
     title: str, records: Sequence[Any], console: Console, names: Sequence[str] | None = None
 ) -> None:
-    """Print records of one type, one row each; turned where that is too wide."""
+    """One row per record; turned where that is too wide."""
     heads, rows, rights = [], [], []
     for field in fields_of(type(records[0])):
         values = [getattr(record, field.name) for record in records]
@@ -220,7 +216,7 @@ def render_table(
 
 
 def _pieces(first: Sequence[str], columns: Sequence[Sequence[str]], console: Console) -> list[Table]:
-    """Tables of as many columns as fit, each with the first one; empty: too many, or one is too wide."""
+    """As many columns as fit, each time with the first one; empty: too many pieces, or one is too wide."""
     pieces: list[list[Sequence[str]]] = []
     for column in columns:
         # rich counts the gap after the last column when it shrinks columns, not when it measures them
@@ -243,10 +239,7 @@ def _fits(table: Table, console: Console, spare: int = 0) -> bool:
 def _table(
     columns: Sequence[Sequence[str]], rights: Sequence[bool], folds: bool, is_turned: bool = False
 ) -> Table:
-    """Columns of head and cells; long texts wrap, between words unless `folds`.
-
-    In a turned table texts wrap sooner, and heads (names) after hyphens.
-    """
+    """Long texts wrap, between words unless `folds`; in a turned table sooner, and heads after hyphens."""
     prose_length, prose_width = (NAME_WIDTH + 1, NAME_WIDTH) if is_turned else (PROSE_LENGTH, PROSE_WIDTH)
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold underline")
     table.show_header = any(head for head, *_ in columns)

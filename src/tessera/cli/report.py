@@ -11,7 +11,6 @@ from tessera.ir import Plan, Timeline, load
 from tessera.ir.files import kind_of
 from tessera.report import Shown, write_report
 
-# Requests of a simulated run, for a plan that has no timeline beside it.
 SIMULATED_REQUESTS = 64
 PAGE = "report.html"
 

@@ -27,15 +27,14 @@ if TYPE_CHECKING:
 
 __all__ = ["overlap", "run"]
 
-# Predicted alongside: enough for a share, few enough to be quick.
+# Enough for a share, few enough to be quick.
 PREDICTED_REQUESTS = 32
-# A step on GPUs that takes longer is looked into, unless --timeout says otherwise: graphs wait for ever.
+# A longer step on GPUs is looked into, because graphs wait for ever.
 GPU_TIMEOUT_S = 60.0
-# A device whose worker fails so often in a row is given up.
+# Failures in a row after which a device is given up.
 MAX_FAILURES = 3
 MODEL_ITSELF = "the model itself"
 LAUNCHES = "the recorded launches one by one; the model itself was not called"
-# Weights of a model that is built and run here.
 MAX_BYTES = 4 << 30
 
 
@@ -63,7 +62,6 @@ class DeviceRun(Record, frozen=True):
     busy_us: Annotated[float, HIDDEN]
     utilisation: Annotated[float, shown("busy")]
     compute_us: Annotated[float, HIDDEN]
-    # Share of all computing, measured and predicted.
     share: float
     predicted_share: float
     difference: Annotated[float, HIDDEN]
@@ -74,7 +72,7 @@ class RunReport(Record, frozen=True):
     """Requests that went through a plan on worker processes."""
 
     headline: str
-    # None where nothing was compared.
+    # None: nothing was compared.
     verified: Annotated[bool | None, HIDDEN]
     reference: Annotated[str | None, shown("compared with")]
     inputs: str
@@ -82,10 +80,8 @@ class RunReport(Record, frozen=True):
     requests: int
     lost: int
     restarted: int
-    # Share of the transfers' time that computing hides (measured).
     overlap: Annotated[float, shown("transfers hidden (measured)", "share")]
     per_device: Annotated[tuple[DeviceRun, ...], shown("devices (measured here; predictions modelled)")]
-    # Requests by lane, batch by lane, requests by policy.
     lanes: Annotated[tuple[int, ...], HIDDEN]
     policies: Annotated[dict[str, int], HIDDEN]
     faults: tuple[str, ...]
@@ -113,14 +109,12 @@ class Ran:
     compute_us: dict[str, float]
     peak_bytes: tuple[int, ...]
     faults: tuple[str, ...]
-    # Which plan was taken, where plans were tried out first.
     picked: PickedPlan | None = None
-    # Where the requests' inputs came from, and what results were compared with, in words.
     inputs: str = ""
     reference: str | None = None
 
     def divided(self, scale: float) -> "Ran":
-        """The run with all times divided by the scale of dilated devices."""
+        """`scale` is that of dilated devices."""
         if scale == 1.0:
             return self
         timeline = self.timeline
@@ -239,7 +233,7 @@ def _try_out(
     scale: float,
     advance: Callable[[str], None],
 ) -> PickedPlan:
-    """Tries every plan on the requests over and over; rates are modelled where devices are dilated."""
+    """Rates are modelled where devices are dilated."""
     from tessera.execute.offline import EACH, pick, run_offline, try_all
 
     advance("trying the plans out")
@@ -290,7 +284,6 @@ def _report(
 ) -> RunReport:
     from tessera.simulate import simulate
 
-    # Measured shares are compared with this plan.
     first = ran.picked.number if ran.picked else 0
     plan, num = plans[first], len(ran.results)
     if trace is not None:
@@ -353,7 +346,6 @@ def shares(names: Sequence[str], busy_us: Mapping[str, float]) -> list[float]:
 
 
 def compared(plan: Plan, ran: Ran, predicted: Timeline) -> tuple[DeviceRun, ...]:
-    """How long each worker computed, by this machine's clock, beside the predicted shares."""
     names, busy, whole_us = plan.cluster.names, ran.timeline.busy_us(), ran.timeline.makespan_us or 1.0
     here, there = shares(names, ran.compute_us), shares(names, predicted.busy_us())
     return tuple(
@@ -376,7 +368,7 @@ def has_gpus(plan: Plan) -> bool:
 
 
 def check_gpus(plan: Plan, is_verified: bool, place: str) -> None:
-    """Raises MismatchError if this machine lacks a GPU of the plan, or the plan cannot be compared."""
+    """Refuses a plan whose GPUs this machine lacks, or that cannot be compared."""
     import torch
 
     have = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -392,7 +384,7 @@ def check_gpus(plan: Plan, is_verified: bool, place: str) -> None:
 
 
 def in_order(plan: Plan, weights: "Tensors", requests: "Sequence[Request]") -> "list[RunResult]":
-    """What the plan's launches give one by one on the first device's GPU."""
+    """The plan's launches one by one, on the first device's GPU."""
     from tessera.execute import driver
     from tessera.execute.cuda.graphs import refuse_generators
     from tessera.execute.cuda.measure import whole_plan
@@ -408,7 +400,6 @@ def in_order(plan: Plan, weights: "Tensors", requests: "Sequence[Request]") -> "
 
 
 def check_pick(plans: Sequence[Plan], is_picked: bool) -> None:
-    """Raises unless there are several plans, and no emulated device."""
     if not is_picked:
         return
     if len(plans) < 2:
@@ -423,7 +414,6 @@ def check_pick(plans: Sequence[Plan], is_picked: bool) -> None:
 
 
 def check_runnable(trace: Trace, place: str) -> None:
-    """Refuses a trace of a model that is too large, or that was captured for a GPU."""
     size = sum(trace.buffers[b].size_bytes for b in trace.buffers_of(BufferKind.WEIGHT))
     if size > MAX_BYTES:
         message = f"{trace.step.model} has {size / 1e9:.1f} GB of weights; this command runs the whole model"

@@ -35,13 +35,12 @@ MODEL_HELP = "A built-in model, a folder with a checkpoint, or its name in the l
 class ServeReady(Record, frozen=True):
     """A service that answers requests."""
 
-    # What was chosen, what is expected, and what one more device would add.
     notes: tuple[str, ...]
     headline: str
     url: Annotated[str, HIDDEN]
     model: Annotated[str, HIDDEN]
     devices: Annotated[tuple[str, ...], HIDDEN]
-    # Seconds from the command to the first request it could answer.
+    # From the command to the first request it could answer.
     seconds: Annotated[float, HIDDEN]
     # Language models only.
     policies: Annotated[tuple[str, ...], HIDDEN] = ()
@@ -74,15 +73,13 @@ def serve(
     sys.setswitchinterval(SWITCH_S)
     with _stoppable(), logging_by(options), listening(model, options, meeting) as found:
         gc.collect()
-        gc.freeze()  # what stays is not looked at again: 0.2 s, in which all wait
+        gc.freeze()  # a full collection would stop everything for 0.2 s
         for _ in found.server.serving(found.bound):
             yield found.ready(time.perf_counter() - started_s)
 
 
 @dataclass(frozen=True)
 class Listening:
-    """A service with its HTTP server on a bound socket."""
-
     running: "RunningService"
     server: "HttpServer"
     bound: socket.socket
@@ -106,7 +103,6 @@ class Listening:
 
 @contextmanager
 def listening(model: str, config: ServeConfig, meeting: Meeting | None = None) -> Iterator[Listening]:
-    """A service whose socket is bound; run `server` to answer."""
     check_extra()
     from tessera.serve.server import HttpServer, bind, is_loopback
 
@@ -128,7 +124,7 @@ def listening(model: str, config: ServeConfig, meeting: Meeting | None = None) -
 
 @contextmanager
 def answering(model: str, config: ServeConfig) -> Iterator[tuple[str, threading.Thread]]:
-    """The address of a service that answers in a thread of this process, and the thread."""
+    """The address of a service, and the thread in which it answers."""
     with listening(model, config) as found:
         ready = threading.Event()
 
@@ -153,7 +149,6 @@ def answering(model: str, config: ServeConfig) -> Iterator[tuple[str, threading.
 def running(
     model: str, config: ServeConfig, meeting: Meeting | None = None
 ) -> "Iterator[tuple[RunningService, ServeOptions]]":
-    """The engine of a service and its workers, which end with it."""
     check_extra()
     from tessera.execute.processes import warm_up
     from tessera.profile import cap_memory, wire
@@ -178,7 +173,7 @@ def running(
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """SIGTERM ends the command like Ctrl-C until the server handles it, so that workers end too."""
+    """SIGTERM acts like Ctrl-C until the server handles it, so that workers end too."""
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
@@ -191,7 +186,6 @@ def _stoppable() -> Iterator[None]:
 
 
 def check_extra() -> None:
-    """Refuse a missing extra before anything slow is done."""
     for module in ("fastapi", "uvicorn", "prometheus_client"):
         if find_spec(module) is None:
             raise MissingExtra(module, "serve")

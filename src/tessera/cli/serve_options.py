@@ -1,8 +1,4 @@
-"""Options of a service, for the command line, configuration files and Python.
-
-`ServeConfig` has a field for every option of `tessera serve`; the commands that start a service of their own
-(chat, batch) and `tessera.api` make the same record.
-"""
+"""Options of a service, for the command line, configuration files and Python."""
 
 import difflib
 import json
@@ -33,14 +29,13 @@ if TYPE_CHECKING:
     from tessera.serve.records import ServeSpec
     from tessera.serve.start import ServeOptions
 
-# Share of the GPUs' memory that weights may take before the CPU is taken in.
+# Weights may take this share of the GPUs before the CPU is taken in.
 HELD_SHARE = 0.85
 # Likeness of names from which one is suggested.
 NEAR = 0.7
-# vLLM's options that have no meaning here, and what does their work.
+# vLLM's options without meaning here, and what does their work.
 INSTEAD = json.loads(files("tessera.cli").joinpath("instead.json").read_bytes())
 
-# Callback of an option that a plan decides.
 PLANNED = excludes("plan", "is in the plan")
 NEEDS_LOAD: dict[str, Any] = {"min": 1e-3, "callback": needs("output_tokens")}
 POLICY_HELP = (
@@ -50,7 +45,6 @@ POLICY_HELP = (
 DEVICES_HELP = "Devices, such as cpu, emu:a100,emu:l40s, cuda:0,cpu or away:a100:2."
 CONFIG_HELP = "YAML file with options by name, as `port: 8000`; options and TESSERA_SERVE_NAME come first."
 
-# Options that other commands have, too.
 DevicesOption = Annotated[
     str | None, option(DEVICES_HELP, default="this machine's GPUs, its CPU if they cannot hold the model")
 ]
@@ -61,7 +55,7 @@ MaxModelLen = Annotated[
 
 
 def _read_config(ctx: typer.Context, value: Path | None) -> Path | None:
-    """The file's values become defaults; options and environment come first."""
+    """Options and environment come before the file's values."""
     if value is not None:
         ctx.default_map = {**(ctx.default_map or {}), **config_values(value, ctx.command)}
     return value
@@ -180,7 +174,7 @@ class ServeConfig(MeetingOptions):
     ] = None
 
     def device_names(self, model: str) -> str:
-        """The devices; by default this machine's GPUs, with its CPU if they cannot hold the model, or it."""
+        """By default this machine's GPUs, with its CPU if they cannot hold the model, or it."""
         import torch
 
         num = torch.cuda.device_count() if not self.devices and torch.cuda.is_available() else 0
@@ -202,7 +196,6 @@ class ServeConfig(MeetingOptions):
         return (str(self.tls_cert), str(self.tls_key)) if self.tls_cert and self.tls_key else None
 
     def check(self) -> None:
-        """Refuse what can be refused before anything takes long."""
         from tessera.execute.transport import check_name
         from tessera.serve.limits import read_keys
         from tessera.serve.policies import check_policy
@@ -293,7 +286,6 @@ def _adapters(given: list[str]) -> tuple[tuple[str, str], ...]:
 
 
 def _template(given: str) -> str:
-    """The text of a chat template, given as a file or as text."""
     if not given or "{" in given:
         return given
     try:
@@ -303,7 +295,7 @@ def _template(given: str) -> str:
 
 
 def config_values(path: Path, command: Any) -> dict[str, Any]:
-    """Values of a YAML file by parameter; names are those of options, with - or _."""
+    """Names are those of options, with - or _."""
     yaml = extra_module("yaml", "serve", "pyyaml")
     try:
         given = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
@@ -324,28 +316,23 @@ def config_values(path: Path, command: Any) -> dict[str, Any]:
 
 
 def unknown_option(name: str, known: Iterable[str]) -> str:
-    """What to write in place of an unknown option."""
     if name in INSTEAD:
         return f"'{name}' is not an option here. {INSTEAD[name].rstrip('.')}"
     return f"unknown option '{name}'; {hint(name, sorted(known), NEAR)}"
 
 
 def hint(name: str, known: Sequence[str], likeness: float = 0.6) -> str:
-    """The name that was meant, or all of them."""
     near = difflib.get_close_matches(name, known, 1, likeness)
     return f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
 
 
 def log_line(message: str, level: str = "info", **more: Any) -> None:
-    """One JSON object on standard error."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     document = {"time": now, "level": level, "message": message, **more}
     print(json.dumps(document, ensure_ascii=False), file=sys.stderr, flush=True)
 
 
 class JsonLog(logging.Handler):
-    """Log records as JSON lines; of uvicorn's access log the parts too."""
-
     def emit(self, record: logging.LogRecord) -> None:
         more: dict[str, Any] = {"logger": record.name}
         if record.name == "uvicorn.access" and isinstance(record.args, tuple):
@@ -358,7 +345,7 @@ class JsonLog(logging.Handler):
 
 @contextmanager
 def logging_by(config: ServeConfig) -> Iterator[None]:
-    """Handlers of the access log and of errors; uvicorn's have none by default."""
+    """uvicorn has no handlers by default."""
     handler: logging.Handler = JsonLog() if config.log_json else logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     names = (["uvicorn.access"] if config.access_log else []) + (["tessera"] if config.log_json else [])

@@ -17,11 +17,10 @@ from tessera.simulate.stepper import NO_FAULTS, Faults, Loss
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 NUM_REQUESTS = 100
-# Faults that people write: a device, seconds, and when it is back or how much slower it is.
+# A device, seconds, and when it is back or how much slower it is.
 LOSS = re.compile(r"(.+)@(\d+\.?\d*)(?:-(\d+\.?\d*))?")
 SLOWDOWN = re.compile(r"(.+)@(\d+\.?\d*)x(\d+\.?\d*)")
 
-# Callback of an option that makes sense with arrivals only.
 ONLINE = needs("arrivals")
 OFFLINE = excludes("arrivals", "makes no timeline with --arrivals")
 REQUESTS_HELP = "Number of requests; without --arrivals, all wait at the start."
@@ -34,8 +33,6 @@ LENGTHS_HELP = "Prompt and answer tokens: fixed:P,O, geometric:P,O or lognormal:
 
 @dataclass(frozen=True)
 class PlayedRequests:
-    """Options of `tessera simulate` about requests, faults and the monitor."""
-
     requests: Annotated[
         int | None, option(REQUESTS_HELP, default="100; with a CSV file, all of it", min=1)
     ] = None
@@ -57,7 +54,6 @@ class PlayedRequests:
     ] = None
 
     def arrived(self) -> Arrivals | None:
-        """None: all requests wait at the start."""
         given = (self.requests, self.seed, self.lengths)
         return None if self.arrivals is None else make_arrivals(self.arrivals, *given)
 
@@ -94,13 +90,11 @@ class SimulatedTimeline(Record, frozen=True):
     clock: Clock
     requests: int
     microbatches: int
-    # Requests per second, and rows: a request of batch n has n.
     throughput: float
     rows_per_s: float
     makespan_us: float
     # From a request's first launch to its completion.
     latency_us: dict[str, float]
-    # Device or link -> share of the time that it is busy.
     utilisation: dict[str, float]
     trace: Path | None
     page: Path | None
@@ -119,18 +113,15 @@ class SimulatedService(Record, frozen=True):
     # The median is of the slowest group; 99th percentiles are of all requests.
     tpot_p99_ms: float
     ttft_p99_ms: float
-    # Most requests at once.
     requests_at_once: int
     pages_moved: int
     utilisation: dict[str, float]
-    # Whether the load's limits are kept.
     is_within: bool
     # Rate over the plan's own; None with arrivals.
     ratio_to_plan: float | None = None
-    # Requests that no device could serve, and restarts after a device was lost.
+    # Requests that no device could serve, and restarts after losses.
     num_failed: int = 0
     num_restarted: int = 0
-    # The monitor's, with two plans.
     decisions: tuple[Decision, ...] = ()
 
 
@@ -179,7 +170,6 @@ def simulate_service(
     faults: Faults = NO_FAULTS,
     noise: float = 0.0,
 ) -> SimulatedService:
-    """The service of a plan under its own load, or of one or two plans under arrivals."""
     from tessera.serve.rehearse import Played, play, rehearse
 
     plan = plans[0]
@@ -209,7 +199,6 @@ def simulate_service(
 
 
 def _check_alike(plans: Sequence[ServicePlan]) -> None:
-    """Raises MismatchError unless a monitor can choose among these plans."""
     names = [plan.policy for plan in plans]
     if len(set(names)) < len(names):
         raise MismatchError(f"both plans follow the policy {names[0]}", "Plan them with different --policy.")
@@ -231,7 +220,6 @@ def simulate_steps(
     page: Path | None = None,
     output: Path | None = None,
 ) -> SimulatedTimeline:
-    """Requests through a plan; all wait at the start."""
     from tessera import simulate as simulator
     from tessera.plan import explain
     from tessera.report import write_page, write_perfetto
@@ -260,7 +248,7 @@ def simulate_steps(
 
 
 def _service(timeline: Timeline) -> list[tuple[float, float]]:
-    """From a request's first span to its completion, since all wait from time zero."""
+    """From a request's first span on, since all wait from time zero."""
     first: dict[int, float] = {}
     for span in timeline.spans:
         first.setdefault(span.request, span.start_us)

@@ -22,22 +22,17 @@ from tessera.ir import Edge, Graph, Hazard
 
 Pair = tuple[int, int]
 
-# Preference of each order for launches late in the program: 1 runs them as early as edges allow, 0 is random.
+# Preference for launches late in the program: 1 runs them as early as edges allow, 0 is random.
 EAGERNESS = (1.0, 0.0, 0.5)
-# Seed of the recorded request.
 RECORDED = 0
 
 
 @dataclass(frozen=True, slots=True)
 class EdgeClass:
-    """One class of hazards, and the pairs of the other classes."""
-
     hazard: Hazard
-    # Every pair of launches with a hazard of this class.
     pairs: tuple[Pair, ...]
-    # Pairs of the other classes.
     others: tuple[Pair, ...]
-    # Pairs of this class that no path of the others orders.
+    # Pairs that no path of the other classes orders.
     open: tuple[Pair, ...]
 
 
@@ -67,12 +62,12 @@ def edge_pairs(graph: Graph) -> list[Pair]:
 
 
 def value_pairs(graph: Graph) -> list[Pair]:
-    """Order constraints if every version of a buffer has its own memory: producers before readers."""
+    """Producers come before readers if every version of a buffer has its own memory."""
     return [(v.producer, r) for v in graph.values if v.producer is not None for r in v.readers]
 
 
 def edge_classes(direct: Sequence[Edge], num_launches: int) -> tuple[EdgeClass, ...]:
-    """The classes of a graph, from its hazards before reduction (see `direct_hazards`)."""
+    """From hazards before reduction (see `direct_hazards`)."""
     found = []
     for hazard in Hazard:
         pairs = tuple(dict.fromkeys((e.src, e.dst) for e in direct if e.hazard is hazard))
@@ -86,13 +81,12 @@ def edge_classes(direct: Sequence[Edge], num_launches: int) -> tuple[EdgeClass, 
 def order_without(
     edges: EdgeClass, num_launches: int, rng: random.Random, number: int
 ) -> tuple[Pair, list[int]]:
-    """A reversed pair of this class, and an order with it that keeps the other classes."""
+    """A reversed pair of this class; the other classes are kept."""
     src, dst = rng.choice(edges.open)
     return (src, dst), legal_order(num_launches, [*edges.others, (dst, src)], rng, number)
 
 
 def order_against(graph: Graph, edge: Edge, rng: random.Random, number: int) -> list[int]:
-    """An order that reverses one edge and keeps all others."""
     kept = [pair for pair in edge_pairs(graph) if pair != (edge.src, edge.dst)]
     return legal_order(len(graph.trace.launches), [*kept, (edge.dst, edge.src)], rng, number)
 
@@ -129,7 +123,7 @@ class Trials:
         advance("replaying in program order")
         first = self._replay.run_in_program_order()
         self._own = Replayed(outputs, mine, first.memory)
-        # Differences already in program order: then no order can be right.
+        # If program order differs, no order can be right.
         self._differs = differing(self._own, first)
         # Buffers whose final bytes do not depend on the order, known after the legal orders.
         self._settled = set(first.memory)
@@ -139,7 +133,7 @@ class Trials:
         return dict(self._workload.run({name: t.clone() for name, t in inputs.items()}, mine)), mine
 
     def fresh(self, num: int) -> FreshRequests:
-        """Other requests: launches in program order against the model itself, on the same inputs."""
+        """Launches in program order against the model itself, on other inputs."""
         weights, equal, differs = self._workload.weights(), 0, dict[str, None]()
         for seed in range(RECORDED + 1, RECORDED + 1 + num):
             inputs, state = self._workload.make_inputs(seed), self._workload.make_state(seed)
@@ -174,7 +168,7 @@ class Trials:
         )
 
     def classes(self) -> tuple[ClassTrial, ...]:
-        """Orders that break each class of edges; call after `legal`."""
+        """Call after `legal`."""
         direct = direct_hazards(self._graph.trace)
         return tuple(self._class(edges) for edges in edge_classes(direct, self._num))
 
@@ -206,7 +200,7 @@ class Trials:
         )
 
     def _count(self, orders: Iterable[list[int]], what: str) -> tuple[int, int]:
-        """Number of orders with other results, and with any difference in memory."""
+        """Orders with other results, and with any difference in memory."""
         differed = damaged = 0
         for number, order in enumerate(orders):
             results, memory = self._compare(order)

@@ -43,7 +43,7 @@ class ClassTrial(Record, frozen=True):
     edges: Annotated[int, shown("graph")]
     hazards: int
     implied: int
-    # Orders without the class: tried, with other results, and with other bytes in memory.
+    # Orders without the class: tried, with other results, with other bytes in memory.
     orders: int
     differed: int
     damaged: Annotated[int, HIDDEN]
@@ -69,7 +69,6 @@ class Verified(Record, frozen=True):
     seconds: Annotated[float, HIDDEN]
 
     def problem(self) -> TesseraError | None:
-        """What does not hold, the gravest first."""
         if self.verified:
             return None
         is_stale = bool(self.legal.program_order_differs or self.fresh.differs)

@@ -6,8 +6,7 @@ The model is built from the trace's step and called as it is. Then the launches 
   - in random orders that the graph allows, on shared memory and with renamed buffers: likewise;
   - in orders that break one class of edges (RAW, WAR or WAW) or one edge: these must differ.
 `differed` counts orders with other results, `damaged` also those that only leave other bytes in memory. A
-class is `necessary` if some order without it did either, `implied` if the other classes order all its pairs,
-`absent` if no pair has it.
+class is `necessary` if some order without it did either.
 """
 
 import time

@@ -1,7 +1,4 @@
-"""Tables and pictures for the terminal, Perfetto traces, HTML pages.
-
-Reads plans, graphs and timelines; imports only `ir`, `errors`, `plan.explain`, rich and jinja2.
-"""
+"""Tables and pictures for the terminal, Perfetto traces, HTML pages."""
 
 from tessera.report.figures import (
     PolicyLine,

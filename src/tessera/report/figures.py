@@ -1,8 +1,7 @@
 """Figures and number formats of tables and pages.
 
-Lanes are averaged by rate. Spans are sorted into tracks, devices first, then links; a span goes to the first
-free row of its track. Utilisation counts overlapping time once. Numbers have three significant digits and a
-unit; bytes are decimal.
+Lanes are averaged by rate. Utilisation counts overlapping time once. Numbers have three significant digits
+and a unit; bytes are decimal.
 """
 
 import math
@@ -14,7 +13,6 @@ from tessera.ir.timeline import LINK_ARROW
 from tessera.plan.explain import explain, gain_over
 
 STEP = 1000.0
-# Round numbers within a decade.
 ROUND = (1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
 
 
@@ -33,7 +31,7 @@ def step_title(step: Step) -> str:
 
 
 def ratios(plan: Plan) -> dict[str, float]:
-    """Coarse policy -> ratio of the plan to it by the plan's objective, where both are known."""
+    """The plan over each coarse policy by the plan's objective, where both are known."""
     found = ((b.name, getattr(gain_over(plan, b), plan.objective.value)) for b in plan.baselines)
     return {name: ratio for name, ratio in found if ratio}
 
@@ -44,7 +42,7 @@ def best_baseline(plan: Plan) -> tuple[str, float] | None:
 
 @dataclass(frozen=True, slots=True)
 class PolicyLine:
-    """Rate of a policy; its latency is that of one request alone."""
+    """Latency is that of one request alone."""
 
     policy: str
     how: str
@@ -54,7 +52,6 @@ class PolicyLine:
 
 
 def compared(plan: Plan) -> tuple[PolicyLine, ...]:
-    """The plan, all baselines under the same costs, and the bound."""
     how, known = f"simulated, {plan.microbatches} in flight", ratios(plan)
     name, least = f"{plan.policy} (this plan)", min(known.values(), default=None)
     baselines = sorted(plan.baselines, key=lambda b: -(b.throughput_per_s or 0.0))
@@ -77,8 +74,6 @@ def _how(baseline: Baseline) -> str:
 
 @dataclass(frozen=True, slots=True)
 class UsedDevice:
-    """Launches of a request, busy share and weights of one device."""
-
     device: str
     gpu: str
     launches: float
@@ -101,7 +96,7 @@ def device_uses(plan: Plan, timeline: Timeline | None = None) -> tuple[UsedDevic
 
 
 def headline(plan: Plan) -> tuple[float, str]:
-    """Simulated rate and its unit: tokens for decodes, else requests."""
+    """Tokens for decodes, else requests."""
     units = zip(plan.unit.counts, plan.unit.graphs, strict=True)
     decodes = sum(count for count, graph in units if graph.trace.step.kind == "decode")
     return (plan.rows_per_s * decodes, "tokens") if decodes else (plan.rows_per_s, "requests")
@@ -120,7 +115,7 @@ class Track:
 
 
 def tracks(timeline: Timeline, devices: Iterable[str] = ()) -> tuple[Track, ...]:
-    """Tracks of a timeline; named devices come first, even if idle."""
+    """Devices come first, even if idle."""
     spans: dict[str, list[Span]] = {name: [] for name in devices}
     for span in timeline.spans:
         spans.setdefault(span.track, []).append(span)
@@ -150,7 +145,6 @@ def ticks(us: float) -> int:
 
 
 def rows(spans: Sequence[Span]) -> list[int]:
-    """First free row of each span, sorted by start."""
     free_at: list[int] = []
     placed = []
     for span in spans:
@@ -164,19 +158,16 @@ def rows(spans: Sequence[Span]) -> list[int]:
 
 
 def duration(us: float) -> str:
-    """ "12.3 us", "4.56 ms" or "7.89 s"."""
     return _scaled(us, ("us", "ms", "s"))
 
 
 def size(num_bytes: float) -> str:
-    """ "512 B", "1.50 KB", "12.3 MB"; 1 KB is 1000 bytes."""
     if abs(num_bytes) < STEP:
         return f"{num_bytes:.0f} B"
     return _scaled(num_bytes / STEP, ("KB", "MB", "GB", "TB", "PB"))
 
 
 def rate(per_s: float) -> str:
-    """ "12.3/s" or "45,600/s"."""
     return f"{digits(per_s)}/s"
 
 
@@ -185,7 +176,7 @@ def ratio(value: float) -> str:
 
 
 def percent(fraction: float) -> str:
-    """ "87 %", with one decimal below ten percent."""
+    """One decimal below ten percent."""
     value = 100 * fraction
     return f"{value:.1f} %" if 0 < abs(value) < 9.95 else f"{value:.0f} %"
 
@@ -209,7 +200,6 @@ def round_limits(least: float, most: float) -> list[float]:
 
 
 def plural(count: int, noun: str) -> str:
-    """ "1 lane", "2 lanes"."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
@@ -222,7 +212,7 @@ def _scaled(value: float, names: tuple[str, ...]) -> str:
 
 
 def short_name(name: str) -> str:
-    """ "aten.mm.default" -> "mm", "aten._softmax.default" -> "softmax"; other names unchanged."""
+    """ "aten.mm.default" is "mm"; other names are unchanged."""
     parts = name.split(".")
     if len(parts) < 2 or parts[0] not in ("aten", "prims"):
         return name

@@ -2,7 +2,7 @@
 
 Every figure states whether it is modelled, simulated or measured. Drawing is bounded, so a page stays below
 two megabytes: each track has COLUMNS columns, in the colour of the busiest request and with opacity by busy
-share; the dependency graph has the first MAX_LAUNCHES of a layer. Single launches are in the Perfetto trace.
+share; the dependency graph has the first MAX_LAUNCHES of a layer.
 """
 
 import math
@@ -22,11 +22,9 @@ from tessera.report import figures
 from tessera.report.picture import Picture, layer_of, layer_picture
 
 NUM_DEVICE_COLOURS = 6
-# Functions of `figures` that templates use.
 FILTERS = ("digits", "duration", "percent", "plural", "rate", "ratio", "size", "step_title")
-# Limits of what is drawn.
 MAX_LINKS, MAX_STEPS, MAX_LANES, MAX_TEXT = 24, 4, 12, 60
-# Parts of a dotted name up to this length are not broken.
+# Longer parts of a dotted name are broken.
 MAX_UNBROKEN = 12
 NUM_COLOURS = 8
 COLUMNS = 900
@@ -48,14 +46,13 @@ class DrawnTrack:
     name: str
     is_link: bool
     note: str
-    # (colour, opacity, SVG path)
     paths: Sequence[tuple[int, str, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnTimeline:
     tracks: Sequence[DrawnTrack]
-    # Unit of the axis and (position in percent, number) of each mark.
+    # Marks are (position in percent, number).
     unit: str
     marks: Sequence[tuple[str, str]]
     num_hidden: int = 0
@@ -67,7 +64,6 @@ def write_page(plan: Plan, timeline: Timeline, path: str | Path, verdict: str) -
 
 
 def write_report(folder: Path, plans: Sequence[tuple[str, Shown]], path: Path) -> None:
-    """Writes one file; `plans` are (name, content)."""
     ordered = sorted(plans, key=lambda named: -(figures.best_baseline(named[1].plan) or ("", 0.0))[1])
     parts = [(name, plan_part(shown)) for name, shown in ordered]
     render(path, "folder.html", title=folder.resolve().name, plans=parts)
@@ -76,7 +72,6 @@ def write_report(folder: Path, plans: Sequence[tuple[str, Shown]], path: Path) -
 def write_advice(
     path: str | Path, advice: object, answer: Sequence[str], plan: Plan | None, remarks: Sequence[str]
 ) -> None:
-    """Writes one self-contained file about an `Advice`."""
     pictures = layers(plan) if plan is not None else ()
     render(path, "advice.html", advice=advice, answer=answer, layers=pictures, remarks=remarks)
 
@@ -108,14 +103,13 @@ def cut(text: str, limit: int = MAX_TEXT) -> str:
 
 
 def breakable(name: str) -> Markup:
-    """Dotted name with break points after dots and, in long parts, underscores."""
+    """May break after dots and, in long parts, underscores."""
     parts = (Markup.escape(part) for part in name.split("."))
     wrapped = (part if len(part) <= MAX_UNBROKEN else part.replace("_", Markup("_<wbr>")) for part in parts)
     return Markup(".<wbr>").join(wrapped)
 
 
 def plan_part(shown: Shown) -> dict[str, Any]:
-    """What the template of a plan reads."""
     plan, timeline = shown.plan, shown.timeline
     found, run_us = figures.tracks(timeline, plan.cluster.names), figures.end_us(timeline)
     busy = [(figures.utilisation(track, run_us), track) for track in found if track.is_link]
@@ -177,7 +171,7 @@ def _overview(timeline: Timeline, found: Sequence[figures.Track]) -> DrawnTimeli
 
 
 def _most_used(found: Sequence[figures.Track]) -> list[figures.Track]:
-    """At most MAX_TRACKS, devices first, then by number of spans, in original order."""
+    """Devices first, then by number of spans."""
     kept = sorted(found, key=lambda t: (t.is_link, -len(t.spans)))[:MAX_TRACKS]
     return [t for t in found if t in kept]
 
@@ -250,7 +244,6 @@ def _figure(graph: Graph, devices: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _line(graph: Graph, launch: int, device: int, scope: str) -> tuple[int, str, str]:
-    """(device, kernel, module inside the scope)"""
     module = graph.trace.launches[launch].scope
     inside = module[len(scope) :].lstrip(".") if scope and module.startswith(scope) else module
     return device, figures.short_name(graph.trace.kernel_of(launch).name), inside

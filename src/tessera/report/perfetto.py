@@ -1,9 +1,8 @@
 """Timeline as Chrome JSON trace events for ui.perfetto.dev.
 
-There are three processes: devices, links, requests, each named with its clock. A thread is a device or link;
-overlapping spans get further threads of the same name, since slices must nest. A flow arrow joins a transfer
-with the last launch before it on the source and the first one after it on the destination, which are
-neighbours in time and not always producer and consumer. A second timeline adds three processes.
+Overlapping spans of a device or link get further threads of the same name, since slices must nest. A flow
+arrow joins a transfer with the last launch before it on the source and the first one after it on the
+destination, which are neighbours in time and not always producer and consumer.
 """
 
 import json
@@ -22,7 +21,6 @@ DEVICES, LINKS, REQUESTS = 1, 2, 3
 NAMES = {DEVICES: "devices", LINKS: "links", REQUESTS: "requests"}
 
 Event = dict[str, Any]
-# Thread and span of a drawn slice.
 Drawn = tuple[int, Span]
 
 
@@ -42,7 +40,7 @@ def _document(timeline: Timeline, beside: Timeline | None) -> Iterator[str]:
 
 
 def _shifted(events: Iterator[Event]) -> Iterator[Event]:
-    """Events of a second timeline, with their own processes and arrows."""
+    """A second timeline has its own processes and arrows."""
     for event in events:
         moved = {**event, "pid": event["pid"] + len(NAMES)}
         if moved.get("cat") == "flow":
@@ -118,7 +116,7 @@ def _flows(found: Sequence[Track], drawn: dict[str, list[Drawn]]) -> Iterator[Ev
 
 
 def _long(span: Span) -> bool:
-    """True if an arrow can attach to the middle of the slice."""
+    """An arrow attaches to the middle of the slice."""
     return ticks(span.stop_us) - ticks(span.start_us) >= 2
 
 

@@ -2,8 +2,8 @@
 
 The layer is found in module lists: scopes equal up to a number. A list is repeated if at least two items run
 the same kernels in the same children; the list with most such launches wins, and its middle item is drawn,
-else the whole trace. Consecutive launches of a sub-module on one device are a row; too many rows are joined
-by parent, then elided in the middle. A value crosses once per destination; weights and inputs do not count.
+else the whole trace. Too many rows are joined by parent, then elided in the middle. A value crosses once per
+destination; weights and inputs do not count.
 """
 
 import re
@@ -25,7 +25,6 @@ MAX_ROWS = 26
 MAX_COLUMNS = 4
 MIN_LAUNCHES = 3
 INDEX = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
-# By device, repeated.
 COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
 MODULE_WIDTH, TIME_WIDTH = 26, 9
 MIN_WIDTH, MAX_WIDTH = 12, 26
@@ -48,7 +47,7 @@ class Row:
     text: str
     num_launches: int
     us: float
-    # Arrivals needed first, one entry per source.
+    # Transfers needed first, one per source.
     arrivals: tuple[Crossing, ...]
 
     def arrow_from(self, device: int) -> Crossing | None:
@@ -62,24 +61,21 @@ class Row:
 class Picture:
     """One layer, or a trace without repeated layers; fits the console's width."""
 
-    # "model.layers.2, one of 4 alike", with step and lane.
     subject: str
     step: str
     lane: str
     rows: tuple[Row, ...]
-    # Elided rows after the first `hidden_after`, and their launches.
+    # Elided rows follow the first `hidden_after`.
     hidden_after: int
     num_hidden: int
-    # Columns, ascending, and names of all devices.
+    # Columns, and names of all devices.
     devices: tuple[int, ...]
     names: tuple[str, ...]
-    # Transfers outside the picture.
     leaving: tuple[Crossing, ...]
-    # Busy time of each of `devices`.
     us: tuple[float, ...]
 
     def lines(self) -> Iterator[tuple[str, Row | None]]:
-        """(sub-module if it changed, row); no row at the elision."""
+        """No row at the elision."""
         previous = ""
         for number, row in enumerate(self.rows):
             if number == self.hidden_after and self.num_hidden:
@@ -148,7 +144,7 @@ def _item(prefix: str, index: int) -> str:
 
 
 def _alike(trace: Trace, prefix: str, items: dict[int, list[int]]) -> list[int]:
-    """Largest set of items with the same kernels in their children, ascending."""
+    """The largest set of items with the same kernels in their children."""
     alike: dict[frozenset[tuple[str, int]], list[int]] = defaultdict(list)
     for index in sorted(items):
         scope = _item(prefix, index)
@@ -169,7 +165,6 @@ class Placed:
 
 
 def layer_picture(plan: Plan, lane: int, step: int) -> Picture:
-    """Placement of one layer of a step along a lane, or of the whole step."""
     _check("lane", lane, len(plan.lanes))
     _check("step", step, len(plan.unit.graphs))
     chosen = plan.lanes[lane]
@@ -244,7 +239,7 @@ def _merged(
 
 
 def _kernels(trace: Trace, times: dict[int, float]) -> str:
-    """Kernels of a row, slowest first: "mm x3, add, +2 more"."""
+    """Slowest first: "mm x3, add +2"."""
     us: dict[str, float] = defaultdict(float)
     num: Counter[str] = Counter()
     for launch, time in times.items():
@@ -258,7 +253,7 @@ def _kernels(trace: Trace, times: dict[int, float]) -> str:
 
 
 def crossings(placed: Placed) -> Iterator[tuple[int, int, Crossing]]:
-    """(producer, first reader on another device, transfer)."""
+    """(producer, first reader on another device, transfer)"""
     for value in placed.graph.values:
         if value.producer is None:
             continue
@@ -299,7 +294,6 @@ def device_colour(device: int) -> str:
 
 
 def _cell(row: Row, device: int, width: int, ascii_only: bool) -> Text:
-    """A block, an arrow, the shaft of a passing arrow, or nothing."""
     if device == row.device:
         label = Text(f" {row.text}", style=f"black on {device_colour(device)}", no_wrap=True)
         label.truncate(width - 1, overflow="ellipsis" if not ascii_only else "crop", pad=True)
@@ -311,7 +305,6 @@ def _cell(row: Row, device: int, width: int, ascii_only: bool) -> Text:
 
 
 def _arrow(crossing: Crossing, width: int, ascii_only: bool) -> str:
-    """ "── 32.8 KB ──▶" across the column, towards the receiver."""
     shaft, left, right = ("-", "<", ">") if ascii_only else ("─", "◀", "▶")
     label = f" {size(crossing.num_bytes)} "
     if crossing.src < crossing.dst:

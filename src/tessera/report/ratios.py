@@ -1,6 +1,6 @@
 """Ratio of launch times on two devices by kernel class, and its distribution by launches and by time.
 
-Launches that take no time on a device are omitted. Needs matplotlib (the extra `report`).
+Launches that take no time on a device are omitted.
 """
 
 import importlib.util
@@ -43,7 +43,6 @@ def sources(costs: Costs) -> str:
 
 
 def draw_ratios(trace: Trace, costs: Costs, classes: Sequence[str], path: Path) -> None:
-    """Writes the picture; `classes` has one entry per launch."""
     check_matplotlib()
     if path.suffix.lower() not in FORMATS:
         raise TesseraError(f"'{path.name}' is no picture", f"End its name in {', '.join(FORMATS)}.", "--plot")
@@ -75,10 +74,9 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def _bars(axes: Any, found: dict[str, list[tuple[float, float]]], first: str, second: str) -> None:
-    """One bar per launch, side by side in its class, from the line of equal speed."""
+    """One bar per launch, from the line of equal speed."""
     place, ticks = 0.0, []
     for name, rows in found.items():
-        # Every class has the same width.
         width = 1.0 / len(rows)
         xs = [place + (i + 0.5) * width for i in range(len(rows))]
         heights = [ratio - 1.0 for ratio, _ in rows]
@@ -94,7 +92,6 @@ def _bars(axes: Any, found: dict[str, list[tuple[float, float]]], first: str, se
 
 
 def _plain_ticks(axis: Any) -> None:
-    """Tick labels 0.5, 1, 2 instead of powers of ten."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     axis.set_major_locator(LogLocator(base=10, subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))

@@ -1,8 +1,8 @@
 """ActiveRequest and Answer: one ask in progress, and the delivery of its pieces to readers on any event loop.
 
 A reader takes everything buffered as one piece, so a slow reader costs at most the memory of its own answer.
-Text is made then, for all its tokens at once; only where stop strings are looked for, the engine makes it.
-Waiting readers are woken together, with one call per loop, because a wake-up is a system call.
+Text is made then, or by the engine where stop strings are searched. Readers are woken together, with one call
+per loop, because a wake-up is a system call.
 
 No locks: the engine adds and then wakes; a reader sets its waiter and then looks for news, on its own loop.
 """
@@ -22,7 +22,7 @@ from tessera.serve.records import AnswerPiece, Ask, Event, Finish, Token
 from tessera.serve.sampling import Pick
 from tessera.serve.text import Reader, StopWatch
 
-# Share of the time that readers get at most, since the engine needs the interpreter too; their longest pause.
+# Readers' maximum share of the time, since the engine needs the interpreter too; their longest pause.
 SHARE, LONGEST_S = 0.5, 0.05
 
 
@@ -37,7 +37,6 @@ class AnswerBuffer:
         self._news: deque[tuple[str | None, Token | None]] = deque()
         self._finish: Finish | None = None
         self._waiter: asyncio.Future[None] | None = None
-        # Where it is read; None: nobody waits yet.
         self.loop: asyncio.AbstractEventLoop | None = None
 
     def put(self, text: str | None, token: Token | None) -> None:
@@ -48,7 +47,7 @@ class AnswerBuffer:
         self._finish = finish
 
     def take(self) -> Event | None:
-        """All news as one piece; then the finish; None: nothing yet."""
+        """All news as one piece, then the finish."""
         last = self._finish  # read first: it is set after all news
         news = [self._news.popleft() for _ in range(len(self._news))]
         said, tokens = "", tuple(token for _, token in news if token is not None)
@@ -72,10 +71,7 @@ class AnswerBuffer:
 
 
 class WakeUps:
-    """Wakes readers, with one call per event loop. For the engine's thread.
-
-    Many readers are woken for tokens of several steps at once: their writing takes time from the engine.
-    """
+    """Many readers are woken for tokens of several steps at once: writing takes time from the engine."""
 
     def __init__(self) -> None:
         self.buffers: set[AnswerBuffer] = set()
@@ -83,7 +79,6 @@ class WakeUps:
 
     @property
     def due_s(self) -> float:
-        """Seconds until readers are woken; infinite: none waits for it."""
         return self._next_s - time.monotonic() if self.buffers else math.inf
 
     def flush(self, is_last: bool = False) -> None:
@@ -93,7 +88,7 @@ class WakeUps:
         for buffer in self.buffers:
             by_loop[buffer.loop].append(buffer)
         self.buffers.clear()
-        self._next_s = time.monotonic() + LONGEST_S  # unless those have written before
+        self._next_s = time.monotonic() + LONGEST_S
         for loop, buffers in by_loop.items():
             try:
                 if loop is not None:
@@ -112,7 +107,7 @@ class WakeUps:
 
 
 class Answer(AsyncGenerator[Event, None]):
-    """Pieces, then one finish. Closing or dropping it cancels the request."""
+    """Closing or dropping it cancels the request."""
 
     def __init__(self, buffer: AnswerBuffer, cancel: Callable[[], None]) -> None:
         self._buffer, self._cancel = buffer, cancel
@@ -130,7 +125,6 @@ class Answer(AsyncGenerator[Event, None]):
         return event
 
     async def athrow(self, kind: Any, value: Any = None, tb: TracebackType | None = None) -> Event:
-        """Cancel the request; its row is free after the current step."""
         self._close()
         raise value or kind
 
@@ -146,30 +140,25 @@ class Answer(AsyncGenerator[Event, None]):
 class Holder(Protocol):
     """The microbatch that a request is in."""
 
-    def leave(self, request: "ActiveRequest") -> None:
-        """Remove the request."""
+    def leave(self, request: "ActiveRequest") -> None: ...
 
 
 class ActiveRequest:
-    """One ask in progress. Only the engine's thread changes it, except for `is_cancelled`."""
+    """Only the engine's thread changes it, except for `is_cancelled`."""
 
     def __init__(self, ask: Ask, reader: Reader, end: Sequence[int]) -> None:
         self.ask, self.reader = ask, reader
         self.sequence = list(ask.prompt)
         self.num_out = 0
-        # Predicted tokens of the answer.
         self.predicted = ask.max_tokens
-        # Tokens that end the answer.
         self.ends = frozenset((*ask.stop_tokens, *(() if ask.ignores_end else end)))
         self.watch = StopWatch(ask.stop) if ask.stop else None
         self.buffer = AnswerBuffer(None if ask.stop else reader)
         self.pick = Pick.of(ask, end)
         self._keys: list[bytes] = []
-        # True if its sequence ever `waits`.
         self.can_wait = ask.grammar is not None or ask.prompt_logprobs is not None
-        # Logprobs of the prompt's tokens after its first, if requested.
         self.prompt_notes: list[Token] = []
-        # True while some are missing: the prompt is read token by token.
+        # The prompt is read token by token while its logprobs are missing.
         self.wants_prompt = ask.prompt_logprobs is not None and len(ask.prompt) > 1
         self.batch: Holder | None = None
         self.is_cancelled = self.is_over = False
@@ -194,7 +183,7 @@ class ActiveRequest:
         return keys[:num_pages]
 
     def text_of(self, number: int) -> str | None:
-        """A token's text that can be no part of a stop string; None: there are none, the buffer makes it."""
+        """Text that can be no part of a stop string; None: there are none, and the buffer makes the text."""
         if self.watch is None:
             return None
         text = self.reader.feed((number,))

@@ -1,20 +1,8 @@
 """The HTTP application: OpenAI's routes, and views of the service.
 
-    /v1/chat/completions, /v1/completions, /v1/models    as OpenAI's
-    /v1/embeddings, /v1/images/generations               as OpenAI's, for encoders and picture pipelines
-    /tokenize, /detokenize                               as vLLM's
-    /v1/plan       the plans, the current one, and why
-    /v1/state      what the service is doing now
-    /              the live page, which shows these two
-    /health        200 while requests are accepted, 503 during shutdown; needs no key
-    /metrics       for Prometheus
-    /version, /openapi.json
-
-`start` makes the endpoint, `server` listens. `reading` reads bodies, only as application/json, which another
-site's page cannot send unasked.
-
-The live page is one HTML file without external resources; its script and style are in the
-Content-Security-Policy by hash. Utilisation in the state is measured; figures of a plan are modelled.
+Bodies must be application/json, which another site's page cannot send unasked. The live page is one HTML file
+without external resources; its script and style are in the Content-Security-Policy by hash. Utilisation in
+the state is measured; figures of a plan are modelled.
 """
 
 import asyncio
@@ -75,7 +63,6 @@ DOES = {
     "vectors": "makes embeddings only; use /v1/embeddings",
     "pictures": "makes pictures only; use /v1/images/generations",
 }
-# Last decisions shown in the state.
 NUM_DECISIONS = 20
 SCHEMAS = "#/components/schemas/{name}"
 ERROR_CONTENT = {"application/json": {"schema": {"$ref": SCHEMAS.format(name="ErrorDocument")}}}
@@ -102,8 +89,6 @@ STREAMS: dict[int | str, dict[str, Any]] = {
 
 
 class BodyRoute(NamedTuple):
-    """A path with a body: its reader, and the kinds of model it is for."""
-
     path: str
     read: Read
     body: type[msgspec.Struct]
@@ -202,7 +187,7 @@ class BodyResponse(Response):
 
 
 class BodyMiddleware:
-    """ASGI middleware: answers bodies without FastAPI's routing, which takes the time of many tokens."""
+    """Answers bodies without FastAPI's routing, which takes the time of many tokens."""
 
     def __init__(self, app: ASGIApp, bodies: Mapping[str, BodyResponse]) -> None:
         self._app, self._bodies = app, bodies
@@ -220,7 +205,6 @@ class BodyMiddleware:
 
 
 def _add_route(app: FastAPI, route: BodyRoute, response: BodyResponse) -> None:
-    """Add a path with its OpenAPI body and answers, which FastAPI does not know."""
 
     async def respond() -> Response:
         return response
@@ -345,8 +329,7 @@ def state_document(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def plan_document(service: ServicePlan) -> dict[str, Any]:
-    """A policy: its groups, its expected figures, and why the group with most devices is placed so."""
-    from tessera.plan import explain  # slow to import
+    from tessera.plan import explain
 
     main = max(service.groups, key=lambda group: len(group.plan.used)).plan
     explained, names = explain(main, is_brief=True), service.cluster.names

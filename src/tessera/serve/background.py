@@ -1,8 +1,7 @@
 """PlannerProcess: a `ServicePlanner` in processes of low priority, so that planning delays no client.
 
-Processes are forked from the server process of workers when a job needs one, and kept. The planner is pickled
-once. Graphs, costs and plans that both sides have are named by their number instead of being sent: the
-engine's thread would wait while they are read.
+The planner is pickled once. Graphs, costs and plans that both sides have are named by their number instead of
+being sent: the engine's thread would wait while they are read.
 """
 
 import io
@@ -26,15 +25,13 @@ if TYPE_CHECKING:
 
     from tessera.serve.policies import ServicePlanner
 
-# Added to the priority number of the engine.
 NICE = 10
-# Limit of one job.
 LIMIT_S = 600.0
 Policies = tuple[ServicePlan, ...]
 
 
 class PlannerProcess:
-    """Its methods wait for a process; from any thread but the engine's."""
+    """Methods wait for a process; call them from any thread but the engine's."""
 
     def __init__(self, planner: "ServicePlanner") -> None:
         self._shared = shared_parts(planner)
@@ -103,12 +100,11 @@ class PlannerProcess:
 
 
 def work(pipe: "Connection") -> None:
-    """Body of a planning process: reads a planner, then jobs, and sends their results."""
     os.nice(NICE)
     with pipe, suppress(OSError, EOFError):
         planner = pickle.loads(pipe.recv_bytes())
         if planner.is_beside_host:  # all threads of a CPU's worker wait for one that this process displaces
-            with suppress(OSError):  # not allowed here
+            with suppress(OSError):
                 os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         shared = shared_parts(planner)
         while True:
@@ -121,7 +117,6 @@ def work(pipe: "Connection") -> None:
 
 
 def shared_parts(planner: "ServicePlanner") -> tuple[object, ...]:
-    """What is named by its number."""
     return (*planner.unit.graphs, *planner.costs, planner.unit, planner.cluster)
 
 

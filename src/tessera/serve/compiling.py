@@ -1,12 +1,7 @@
 """CompileProcess: the compiled steps of a model, captured in processes of their own that see no GPU.
 
-    process = CompileProcess(make, properties)       imports compilers and builds the model without weights
-    process.begin(steps)                             the steps that are wanted
-    traces = process.traces(steps, weights, print)
-
-It works beside the program, which loads the weights meanwhile: one process per step, as many as there are
-cores. Launches are those that Inductor makes for a card with these properties. Nothing is timed: the first
-configuration of a kernel is taken.
+The program loads the weights meanwhile. Launches are those that Inductor makes for a card with these
+properties. Nothing is timed: the first configuration of a kernel is taken.
 """
 
 import os
@@ -29,29 +24,27 @@ if TYPE_CHECKING:
 
     Make = Callable[[], ServedModel]
 
-# A step that takes longer to capture than this is taken for hung.
+# A step that takes longer to capture is taken for hung.
 LIMIT_S = 300.0
-# The process leaves by itself within this time.
 END_S = 2.0
 REMEDY = "Capture the steps in the process of the service."
 
 
 class CompileProcess:
-    """`is_early`: steps of the model are captured at once, before those that are wanted are known."""
+    """`is_early`: steps of the model are captured before those that are wanted are known."""
 
     def __init__(self, make: "Make", card: SimpleNamespace, is_early: bool = True) -> None:
         warm_up()
         self._process = LocalProcess(work, (make, card, is_early), "tessera-compile", FORKSERVER)
 
     def begin(self, steps: Sequence[Step]) -> None:
-        """Captures these steps, unless they are under way."""
         with suppress(OSError):  # `traces` reports it
             self._process.pipe.send(list(steps))
 
     def traces(
         self, steps: Sequence[Step], weights: Mapping[str, torch.Tensor], advance: Callable[[str], None]
     ) -> list[Trace]:
-        """Traces of steps that were begun; `CaptureError` if the model cannot be built without weights."""
+        """`CaptureError` if the model cannot be built without weights."""
         found: dict[int, Trace] = {}
         try:
             if self._answer() != layouts(weights):
@@ -83,7 +76,6 @@ def layouts(weights: Mapping[str, torch.Tensor]) -> dict[str, object]:
 
 
 def work(pipe: Connection, make: "Make", card: SimpleNamespace, is_early: bool) -> None:
-    """Body of the process: builds the model, reads steps, and sends their traces as they come."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a context would take memory, and forbid to fork
     children: dict[Connection, int] = {}
     with pipe, suppress(OSError, EOFError):
@@ -117,7 +109,7 @@ def work(pipe: Connection, make: "Make", card: SimpleNamespace, is_early: bool) 
 
 
 def _fork(steps: Sequence[Step], record: Callable[[Step], Trace]) -> dict[Connection, int]:
-    """Processes that send (number, trace) of every step, each of its part one after another."""
+    """Processes that send (number, trace) of every step."""
     num = min(len(steps), len(os.sched_getaffinity(0)))
     children = {}
     for part in range(num):

@@ -1,13 +1,11 @@
 """Engine: owns every request from admission to its last token, on one thread.
 
-Each round runs posted actions, lets the scheduler start steps, delivers the tokens of the last step, and
-waits for the next event. The next step starts before tokens of the last one are searched for stop strings; a
-stop string therefore frees its pages one step late, and that step's token is dropped. `settle` chooses tokens
-and frees pages of ended answers; `deliver` gives them to readers, who make text.
+The next step starts before tokens of the last one are searched for stop strings; a stop string therefore
+frees its pages one step late, and that step's token is dropped. `settle` chooses tokens and frees pages of
+ended answers; `deliver` gives them to readers, who make text.
 
 A request whose device was lost restarts from its prompt and the tokens so far, with its generators as they
-were. Every accepted request gets one finish, also if this thread dies. A device with `MAX_FAILURES` failures
-in a row is planned around by the controller, for which the engine is the `System`.
+were. Every accepted request gets one finish, also if this thread dies.
 """
 
 import threading
@@ -35,13 +33,12 @@ from tessera.serve.step_inputs import OutputRows
 STOPPED = "the service was stopped before this answer was complete. Ask again when it is back."
 FAILED = "the engine failed; the log says why. Restart the service."
 NO_NUMBERS = "the model's logits for this request are NaN. Check its weights and dtype."
-# Maximum waiting requests.
 MAX_WAITING = 1024
-# Maximum restarts of a request. Devices may be lost together and reported one by one.
+# Restarts of a request. Devices may be lost together and reported one by one.
 MAX_RETRIES = 3
 # Failures in a row after which a device is planned around.
 MAX_FAILURES = 3
-# Devices whose measured times are compared with the plan's; emulated devices compute on a CPU.
+# Emulated devices compute on a CPU: their times are not compared with the plan's.
 TIMED = (DeviceKind.CPU, DeviceKind.CUDA)
 
 
@@ -59,7 +56,6 @@ class Engine(Watcher[ActiveRequest]):
         prefix_caching: bool = True,
         is_filled: bool = True,
     ) -> None:
-        """`is_filled` is False if nothing reads step inputs: on a virtual clock."""
         self.stepper, self.shape = stepper, shape
         self.meters = meters or Meters()
 
@@ -91,18 +87,13 @@ class Engine(Watcher[ActiveRequest]):
         self._posted: deque[Callable[[], None]] = deque()
         self._deadline_s = float("inf")
         self.is_closing = False
-        # Why nothing can be served any more.
         self.failure = ""
-        # True if requests were cut off.
         self.was_cut = False
-        # Chosen tokens not delivered yet, with the finish reason if they end an answer.
         self._chosen: list[tuple[ActiveRequest, Token, Reason | None]] = []
         self._gaps: list[float] = []
-        # When the host began to settle the last step; None: what follows it is ordered.
+        # When the last step began to be settled; None: what follows it is ordered.
         self._settled_s: float | None = None
         self._wake_ups = WakeUps()
-
-    # Interface of the controller.
 
     @property
     def policy(self) -> str:
@@ -112,7 +103,6 @@ class Engine(Watcher[ActiveRequest]):
         return self.stepper.now_s() - self._begun_s
 
     def switch(self, policy: str) -> None:
-        """Plan microbatches opened from now on by this policy."""
 
         def switch() -> None:
             names = [plan.policy for plan in self.scheduler.policies]
@@ -136,8 +126,6 @@ class Engine(Watcher[ActiveRequest]):
     def end_planning(self) -> None:
         self._background.shutdown(wait=True, cancel_futures=True)
 
-    # Requests.
-
     def accept(self, request: ActiveRequest) -> None:
         if self.controller is not None:
             self.controller.arrived()  # before it can leave; refused requests count as load too
@@ -159,12 +147,11 @@ class Engine(Watcher[ActiveRequest]):
             self.post(lambda: self._drop(request))
 
     def post(self, action: Callable[[], None]) -> None:
-        """Run an action on the engine's thread before its next round."""
         self._posted.append(action)
         self.stepper.wake()
 
     def close(self, deadline_s: float) -> None:
-        """Refuse new requests; those not done by the deadline (`time.monotonic`) end with an error."""
+        """Requests not done by the deadline (`time.monotonic`) end with an error."""
         with self._lock:
             self.is_closing = True
             self._deadline_s = deadline_s
@@ -208,7 +195,6 @@ class Engine(Watcher[ActiveRequest]):
             self.failure = f"no devices are left: {error}"
 
     def settle(self, batch: SequenceBatch, done: StepDone, rows: OutputRows) -> list[ActiveRequest]:
-        """Choose the tokens of a step; return the requests that end."""
         self._settled_s = time.perf_counter()
         if any(request.wants_prompt for _, request in rows):
             rows = [(row, request) for row, request in rows if not _note_prompt(batch, done, row, request)]
@@ -343,7 +329,7 @@ def said_of(lost: DeviceLost) -> str:
 
 
 def _note_prompt(batch: SequenceBatch, done: StepDone, row: int, request: ActiveRequest) -> bool:
-    """Record logprobs of the prompt's next token, if requested; False if the answer's next token is due."""
+    """False if the answer's next token is due."""
     if not request.wants_prompt:
         return False
     at = batch.num_read(request)

@@ -1,11 +1,11 @@
 """GpuBackend: builds, captures and prices steps on GPUs of this machine, one worker process each.
 
-Steps are captured from compiled code, in processes of their own where the model can be built without weights
-(`compiling`), else here. Launches are measured on real cards and parts of one; on dilated
-devices they are modelled, and measured time is modelled time times a scale (`execute.cuda.pace`).
+Steps are captured from compiled code, without weights where that is possible (`compiling`). Launches are
+measured on real cards and parts of one; on dilated devices they are modelled, and measured time is modelled
+time times a scale (`execute.cuda.pace`).
 
-Random weights of large built-in models are made on the GPU and differ from those of a CPU; workers of one
-card share them. GPUs beside their host are in `planning`. Not handled: real cards beside dilated ones.
+Random weights of large built-in models are made on the GPU and differ from those of a CPU. Not handled: real
+cards beside dilated ones.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,9 +34,8 @@ from tessera.serve.pages import steady
 from tessera.serve.records import ServeSpec
 from tessera.serve.steps import ServedModel, refuse_sight, served, weight_bytes
 
-# Tokens of the largest and smallest step: smaller ones cost the same, the weight reads.
+# Smaller steps would cost the same: the weight reads.
 MAX_BATCH_TOKENS, MIN_SIZE = 2048, 64
-# Larger random weights are made on the GPU.
 LARGE_BYTES = 2 << 30
 PLACE = "--devices"
 
@@ -72,9 +71,8 @@ class GpuBackend:
     cluster: Cluster
     spec: ServeSpec
     is_compiled: bool = True
-    # Step -> compiled kernels of its launches.
     kernels: dict[int, Mapping[int, Any]] = field(default_factory=dict)
-    # Captures the steps beside `build`; one at most.
+    # Captures beside `build`; one at most.
     processes: list[CompileProcess] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -90,7 +88,7 @@ class GpuBackend:
             plain = self._served(model, spec)()
         refuse_sight(plain)
         placed = self.placed(plain)
-        torch.cuda.empty_cache()  # what the build took beside the weights; workers need it
+        torch.cuda.empty_cache()  # for the workers
         return placed
 
     def _served(self, model: str, spec: ServeSpec) -> Callable[[], ServedModel]:
@@ -124,7 +122,7 @@ class GpuBackend:
                 recording = record_inductor(workload, len(self.cluster.devices) > 1)
                 traces.append(recording.trace)
                 self.kernels[step] = recording.relaunch
-                torch.cuda.empty_cache()  # the next step is captured with pages of its own
+                torch.cuda.empty_cache()
             else:
                 with sdpa_kernel(PORTABLE):
                     traces.append(record(workload))
@@ -137,12 +135,12 @@ class GpuBackend:
 
     def scale(self, plan: Plan, model: ServedModel) -> float:
         factor = scale_of(plan, model.weights(), Still(model.workloads), self.kernels).factor
-        torch.cuda.empty_cache()  # frees memory of capture and measurement for workers
+        torch.cuda.empty_cache()  # for the workers
         return factor
 
 
 def _room_bytes(cluster: Cluster) -> list[float]:
-    """Memory of each device; parts of a card share what is free."""
+    """Parts of a card share what is free."""
     found = []
     for device in cluster.devices:
         free = torch.cuda.mem_get_info(device.ordinal)[0]
@@ -152,7 +150,7 @@ def _room_bytes(cluster: Cluster) -> list[float]:
 
 
 def _initialise(model: ServedModel) -> None:
-    """Runs the steps once, so that libraries start and kernels of operators are compiled."""
+    """Runs the steps once, to start libraries and compile kernels of operators."""
     for workload in model.workloads:
         with suppress(RuntimeError):  # of memory: they start when the steps are priced
             workload.run(workload.make_inputs(0), workload.make_state(0))
@@ -160,7 +158,7 @@ def _initialise(model: ServedModel) -> None:
 
 
 def blank(workload: Workload) -> Workload:
-    """The same step with zero state on the inputs' device, to avoid CPU copies."""
+    """Zero state on the inputs' device, to avoid CPU copies."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     device = next(iter(workload.make_inputs(0).values())).device
@@ -175,7 +173,7 @@ def blank(workload: Workload) -> Workload:
 
 @contextmanager
 def made_on(card: str, model: str, seed: int, always: bool = False) -> Iterator[None]:
-    """Inside, large built-in models are made on the GPU, or any; its random state is restored after."""
+    """Large built-in models (`always`: any) are made on the GPU; its random state is restored after."""
     if not always and (model not in known_models() or weight_bytes(model) <= LARGE_BYTES):
         yield
         return

@@ -1,17 +1,12 @@
 """Grammars: which tokens may come next, so that an answer has the requested form.
 
-    compiler = GrammarCompiler(text, vocab_size)       once per service: a second for 128,000 tokens
-    grammar = await compiler.compiled(source, place)   in a thread; the latest ones are cached
-    grammar.start() -> Guide                           follows the tokens of one answer
-
 A source is in llguidance's dialect of Lark, which has JSON schemas as `%json`. The library bounds the work of
 a grammar. Tokens are known by their bytes, so any tokenizer works. An answer ends with its grammar, with or
 without an end token.
 
-Masks are computed by threads without the interpreter's lock, those of a step together, while a step that was
-ordered without them runs (`sequences`). The engine waits for them for about a step, or `PATIENCE_S`. An
-answer whose mask is late sits steps out, and its later masks are computed alone, so that hard grammars delay
-no other answer.
+Masks are computed by threads without the interpreter's lock, while a step that was ordered without them runs
+(`sequences`). An answer whose mask is late sits steps out, and its later masks are computed alone, so that
+hard grammars delay no other answer.
 
 Not handled: JSON schema keywords unknown to the library; such a schema is refused by name.
 """
@@ -37,13 +32,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tessera.serve")
 
-# Maximum characters of a source.
 MAX_CHARS = 2**17
-# Cached grammars, and concurrent compilations.
 MAX_KEPT, THREADS = 32, 4
-# Maximum lexer states, each one or two kilobytes.
+# Lexer states; each takes one or two kilobytes.
 MAX_STATES = 20_000
-# Threads that compute masks; seconds that a step waits for them, and of a mask that is slow.
+# A step waits `PATIENCE_S` for masks; one that takes `SLOW_S` is slow.
 MASK_THREADS, PATIENCE_S, SLOW_S = 4, 5e-3, 2e-3
 TOO_LARGE = (
     "the answer's grammar became too large to follow. Ask for a simpler form: fewer optional properties, "
@@ -52,16 +45,13 @@ TOO_LARGE = (
 
 
 class Guide:
-    """Follows one answer. For one thread, and those that compute its masks."""
-
     __slots__ = ("is_slow", "job", "mask", "matcher", "num_words")
 
     def __init__(self, matcher: "LLMatcher", num_words: int) -> None:
         self.matcher, self.num_words = matcher, num_words
-        # Computes `mask`: a bit per token that may come next, token 0 lowest; none after a failure.
+        # `job` computes `mask`: a bit per token that may come next, token 0 lowest; none after a failure.
         self.job: Future[None] | None = None
         self.mask: npt.NDArray[np.int32] | None = None
-        # True if its last mask took long.
         self.is_slow = False
 
     def add(self, number: int) -> None:
@@ -78,7 +68,6 @@ class Guide:
 
     @property
     def failure(self) -> str:
-        """Why the grammar cannot be followed further; empty: it can."""
         error = _first_line(self.matcher.get_error())
         if error:
             log.info("a grammar failed: %s", error)
@@ -98,10 +87,7 @@ class Grammar:
 def prepare_masks(
     guides: Iterable[Guide], on_late: Callable[[], None] = lambda: None, patience_s: float | None = PATIENCE_S
 ) -> None:
-    """Computes masks that are missing; `on_late` is called, by any thread, when one that is late is ready.
-
-    `patience_s` None: waits for all.
-    """
+    """`on_late` is called, by any thread, when a late mask is ready. `patience_s` None: waits for all."""
     missing = [guide for guide in guides if guide.job is None]
     together = missing if patience_s is None else [guide for guide in missing if not guide.is_slow]
     jobs = [together] if together else []
@@ -154,7 +140,7 @@ class GrammarCompiler:
         self._kept: OrderedDict[str, Grammar] = OrderedDict()
 
     async def compiled(self, source: str, place: str) -> Grammar:
-        """`compile` in a thread, with a cache. For one event loop."""
+        """For one event loop."""
         grammar = self._kept.get(source)
         if grammar is None:
             loop = asyncio.get_running_loop()
@@ -166,13 +152,13 @@ class GrammarCompiler:
         return grammar
 
     def compile(self, source: str, place: str) -> Grammar:
-        """A grammar, or `AskError` about its field. Thread-safe."""
+        """Thread-safe."""
         if len(source) > MAX_CHARS:
             raise AskError(f"its grammar has {len(source):,} characters", f"Use up to {MAX_CHARS:,}.", place)
         matcher = self._library.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
         if matcher.is_error():
             first, *more = matcher.get_error().strip().splitlines()
-            reason = " ".join([first, *(line for line in more if line.startswith("error: "))])  # of a pattern
+            reason = " ".join([first, *(line for line in more if line.startswith("error: "))])
             raise AskError(f"it makes no grammar: {reason}", "", place)
         matcher.compute_bitmask()
         if matcher.is_error():
@@ -181,7 +167,6 @@ class GrammarCompiler:
 
 
 def open_grammars(text: Text, vocab_size: int) -> GrammarCompiler | None:
-    """None if the extra 'grammar' is missing or does not work."""
     try:
         return GrammarCompiler(text, vocab_size)
     except MissingExtra:
@@ -197,7 +182,7 @@ class _Vocabulary:
     def __init__(self, text: Text, vocab_size: int) -> None:
         self.tokens = [text.token_bytes(number) for number in range(vocab_size)]
         self.ends = [number for number in text.end if number < vocab_size]
-        if not self.ends:  # required by the library; such answers end with their grammar
+        if not self.ends:  # required by the library
             self.ends.append(vocab_size)
             self.tokens.append(b"")
         self.eos_token_id = self.ends[0]

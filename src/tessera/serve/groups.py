@@ -1,7 +1,4 @@
-"""GroupScheduler: groups of the loaded policies, their microbatches, and the pages of their homes.
-
-A policy is a `ServicePlan`. `router` decides which group a request begins in and where its sequence goes on.
-"""
+"""GroupScheduler: groups of the loaded policies, their microbatches, and the pages of their homes."""
 
 import math
 from abc import abstractmethod
@@ -28,13 +25,11 @@ def plans_of(policies: Sequence[ServicePlan]) -> tuple[Plan, ...]:
 
 @dataclass(eq=False)
 class RoutedGroup:
-    """A group of a loaded policy."""
-
     group: Group
     lane: LoadedLane
     shape: Shape
     steps: Steps
-    # Predicted seconds per prompt token and per answer token.
+    # Predicted, per token.
     prompt_s: float
     answer_s: float
 
@@ -55,22 +50,20 @@ RoutedMicrobatch = Microbatch[ActiveRequest]
 
 @dataclass(eq=False)
 class MovingSequence:
-    """A sequence on its way to another microbatch."""
-
     request: ActiveRequest
     source: RoutedMicrobatch
     destination: RoutedMicrobatch
-    # Pool of the destination; None: both share it, and nothing is sent.
+    # None: both ends share one pool, and nothing is sent.
     pool: PagePool | None
     # Page tables at the destination; the first `num_sent` of each are there or in flight, or not needed (0).
     pages: list[list[int]]
     num_sent: int
     num_expected: int
     in_flight: int = 0
-    # True if both microbatches pause for its state by row.
+    # Both microbatches pause for state by row.
     is_pausing: bool = False
     is_row_sent: bool = False
-    # True if it is given up: its pages are given back when nothing is in flight.
+    # Given up: pages are given back when nothing is in flight.
     is_over: bool = False
 
     def release(self) -> None:
@@ -84,16 +77,15 @@ class PagesInFlight:
     transit: MovingSequence
     # Numbers of both microbatches.
     ends: tuple[int, int]
-    # Pool of the source, which keeps the pages until they have arrived.
+    # The source's, which keeps the pages until they have arrived.
     pool: PagePool
     pages: tuple[int, ...]
-    # Row at the destination, if state by row goes along.
+    # At the destination, if state by row goes along.
     row: int | None = None
 
 
-# Moves a request elsewhere; False if it cannot.
 Evict = Callable[[ActiveRequest], bool]
-# (number, group, pool; None: its own; evict) -> the batch of a microbatch.
+# A microbatch without a given pool has its own.
 MakeBatch = Callable[[int, RoutedGroup, PagePool | None, Evict], SequenceBatch]
 
 
@@ -114,20 +106,18 @@ class GroupScheduler(Scheduler[ActiveRequest]):
         counts: Counts,
         is_caching: bool = True,
     ) -> None:
-        """`shape` is the model's; sizes of the groups replace its own."""
         self.policies, self._shape, self._make_batch = tuple(policies), shape, make
         self._is_caching = is_caching and shape.is_paged
         # By home.
         self.pools: dict[int, PagePool] = {}
         self._counts = counts
-        # By policy; and by open microbatch.
+        # By policy; by open microbatch.
         self._groups: list[list[RoutedGroup]] = []
         self._by_number: dict[int, RoutedGroup] = {}
         self._opening: RoutedGroup | None = None
         self._transits: dict[ActiveRequest, MovingSequence] = {}
         self._moves: dict[int, PagesInFlight] = {}
         self._move_numbers = count()
-        # Transits that each microbatch pauses for.
         self._pauses: Counter[RoutedMicrobatch] = Counter()
         self._mean_answer = float(max(1, policies[0].load.output_tokens))
         self._switched_s: float | None = None
@@ -156,7 +146,6 @@ class GroupScheduler(Scheduler[ActiveRequest]):
         return RoutedGroup(group, lane, shape, steps, prompt_s, answer_s)
 
     def switch(self, policy: int) -> None:
-        """Makes a policy current; sequences of other groups are handed over."""
         if policy == self.policy:
             return
         self._counts.switches += 1
@@ -181,7 +170,7 @@ class GroupScheduler(Scheduler[ActiveRequest]):
         return is_new
 
     def move_s(self) -> float:
-        """Predicted seconds to move all pages in use; from any thread."""
+        """Predicted seconds for all pages in use; thread-safe."""
         return sum(pool.num_used * self._page_s(home) for home, pool in list(self.pools.items()))
 
     def _page_s(self, home: int) -> float:
@@ -193,7 +182,7 @@ class GroupScheduler(Scheduler[ActiveRequest]):
     def _renew(self) -> None:
         self._measure()
         homes = {home.number for home in self.stepper.lanes.homes.values()}
-        for number in [number for number in self.pools if number not in homes]:  # its pages are freed
+        for number in [number for number in self.pools if number not in homes]:
             del self.pools[number]
         for microbatch in self.microbatches.values():
             alike = [g for g in self.groups if g.is_like(self._by_number[microbatch.number])]
@@ -209,14 +198,9 @@ class GroupScheduler(Scheduler[ActiveRequest]):
         self._note_switched()
 
     def _note_switched(self) -> None:
-        """Takes the time of a switch when the last old microbatch has closed."""
         if self._switched_s is not None and not any(m.is_old for m in self.microbatches.values()):
             self._counts.last_switch_ms = 1e3 * (self.stepper.now_s() - self._switched_s)
             self._switched_s = None
-
-    # Microbatches.
-
-    # Microbatches.
 
     @property
     def is_idle(self) -> bool:
@@ -235,7 +219,7 @@ class GroupScheduler(Scheduler[ActiveRequest]):
         return self._by_number[microbatch.number]
 
     def pool_of(self, group: RoutedGroup) -> PagePool | None:
-        """Pages of its home; None: each microbatch has its own."""
+        """None: each microbatch has its own."""
         if group.home is None:
             return None
         if group.home not in self.pools:
@@ -244,13 +228,12 @@ class GroupScheduler(Scheduler[ActiveRequest]):
         return self.pools[group.home]
 
     def every_pool(self) -> list[PagePool]:
-        """Pools of the homes of the current policy, and those of microbatches without a home."""
         shared = [pool for group in self.groups if (pool := self.pool_of(group)) is not None]
         own = [batch_of(m).pool for m in list(self.microbatches.values()) if self.group_of(m).home is None]
         return list({id(pool): pool for pool in (*shared, *own)}.values())
 
     def views(self) -> tuple[GroupView, ...]:
-        """Groups of the current policy; from any thread."""
+        """Thread-safe."""
         found, numbers = [], dict(self._by_number)
         for routed in self.groups:
             size = routed.group.size
@@ -272,7 +255,7 @@ class GroupScheduler(Scheduler[ActiveRequest]):
         return []
 
     def open_of(self, group: RoutedGroup) -> list[RoutedMicrobatch]:
-        """Its microbatches, in order of opening."""
+        """In order of opening."""
         return [m for n, m in self.microbatches.items() if self._by_number[n] is group and not m.is_old]
 
     def _place(self, group: RoutedGroup, is_pull: bool = False) -> RoutedMicrobatch | RoutedGroup | None:
@@ -317,9 +300,7 @@ class GroupScheduler(Scheduler[ActiveRequest]):
         return PAGE * len(pool.find(request.keys((len(request.sequence) - 1) // PAGE))[0])
 
     @abstractmethod
-    def _stay(self, transit: MovingSequence) -> None:
-        """Gives a transit up."""
+    def _stay(self, transit: MovingSequence) -> None: ...
 
     @abstractmethod
-    def _evict(self, number: int, request: ActiveRequest) -> bool:
-        """Moves a sequence of a microbatch to another home, if that pays."""
+    def _evict(self, number: int, request: ActiveRequest) -> bool: ...

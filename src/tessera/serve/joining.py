@@ -1,9 +1,8 @@
 """Joining: remote worker processes that connect to the engine, and reconnect when a session ends.
 
-A session is one process: it connects, receives its configuration, builds its weights and works until the
-engine ends it. Weights it cannot build are requested from the engine (`execute.messages`). After any loss the
-engine takes the next worker that connects, so old, killed and new workers are treated alike. `keep_working`
-runs sessions until no engine answers: soon if connections are refused, patiently if the network is silent.
+A session is one process, until the engine ends it. After any loss the engine takes the next worker that
+connects, so old, killed and new workers are treated alike. `keep_working` runs sessions until no engine
+answers: soon if connections are refused, patiently if the network is silent.
 
 The engine names the model. Built-in names and folders are built here; a name that would import code is not,
 because another machine must not choose code to run: its weights are sent instead.
@@ -34,18 +33,17 @@ from tessera.execute.mailbox import Hangup
 from tessera.execute.processes import FORKSERVER, LocalProcess, warm_up
 from tessera.ir import Step
 
-# Step of a trace -> weights of its model; `TesseraError` if it cannot be built here.
 MakeWeights = Callable[[Step], Mapping[str, torch.Tensor]]
 Say = Callable[[str], None]
-# After a session, the worker leaves when connections were refused for this long.
+# How long refused connections are tried again after a session.
 AGAIN_S = 5.0
-# Imports of the process that sessions are forked from; a missing transformers is skipped.
+# A missing transformers is skipped.
 PRELOADED = ["tessera.serve.joining", "tessera.flow", "transformers.modeling_utils"]
 
 
 @dataclass(frozen=True)
 class ModelHere:
-    # Name or folder in place of the engine's.
+    # In place of the engine's.
     model: str = ""
     # True if this machine's user named the model: it may import code.
     may_import: bool = False
@@ -69,7 +67,6 @@ def keep_working(
     again_s: float = AGAIN_S,
     say: Say = lambda line: None,
 ) -> int:
-    """Run sessions until no engine answers; return their number."""
     sessions = 0
     while True:
         error, ended = _session(engine, rank, make, patience_s, again_s if sessions else None)
@@ -83,12 +80,11 @@ def keep_working(
 
 
 def _session(*arguments: Any) -> tuple[TesseraError | None, str]:
-    """One process from connection to hang-up: its error, and how it ended."""
     warm_up(PRELOADED)
     process = LocalProcess(_session_main, arguments, "tessera-worker", FORKSERVER)
     kind, words = "", []
     try:
-        kind, *words = process.pipe.recv()  # from this process's child
+        kind, *words = process.pipe.recv()
     except EOFError:
         pass  # it worked until the engine hung up, or was killed
     except KeyboardInterrupt:
@@ -128,7 +124,6 @@ def join(
     again_s: float | None = None,
     say: Say = lambda line: None,
 ) -> None:
-    """One session; `patience_s` and `again_s` as in `connect_engine`."""
     engine = connect_engine(address, patience_s, again_s)
     # A worker in an endless computation does not notice a hang-up.
     engine.ended = lambda: _later(STOP_TIMEOUT_S, lambda: os._exit(1))
@@ -166,7 +161,7 @@ def _later(seconds: float, deed: Callable[[], object]) -> None:
 def _weights(
     config: messages.WorkerConfig, make: MakeWeights, engine: EngineConnection, say: Say
 ) -> dict[str, torch.Tensor]:
-    """Build from as few steps as needed, since steps share weights; request the rest."""
+    """Steps share weights: build from as few as needed, and request the rest."""
     weights: dict[str, torch.Tensor] = {}
     wanted = {record.name for record in config.weight_records}
     for step in dict.fromkeys(trace.step for trace in config.traces):

@@ -1,9 +1,5 @@
 """Limits: who may use the server, and how much.
 
-    body         maximum size and arrival time, no flood of tiny chunks; large ones share a budget
-    requests     maximum number at once; none during shutdown
-    disconnect   cancels the client's generation
-
 `server` limits connections and slow readers; `openai.bodies` limits what a body contains.
 
 With keys, every path except `OPEN` needs `Authorization: Bearer KEY`: /health is for load balancers, and the
@@ -27,12 +23,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tessera.errors import TesseraError
 from tessera.serve.openai.errors import TINY_CHUNKS, ApiError
 
-# Bytes of each body outside the shared budget: large bodies never keep out small ones.
+# Outside the shared budget: large bodies never keep out small ones.
 FREE_BYTES = 64 * 2**10
-# Maximum bytes of a request head, and of chunk headers beyond the body's size.
+# Maximum of a request head, and of chunk headers beyond the body's size.
 HEAD_BYTES = 64 * 2**10
 OPEN = frozenset({"/", "/health"})
-# Keys of the ASGI scope: the client's name, for fair turns, and its connection.
+# Keys of the ASGI scope; the client's name is for fair turns.
 CLIENT, CONNECTION = "tessera.client", "tessera.connection"
 MIN_KEY_CHARS = 8
 
@@ -41,40 +37,34 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """Every limit is an option of `tessera serve` or a documented constant."""
-
     body_bytes: int = 4 * 2**20
-    # Bytes of all bodies being read, without the first FREE_BYTES of each.
+    # Bodies being read, without the first FREE_BYTES of each.
     bodies_bytes: int = 256 * 2**20
-    # Seconds for a body to arrive.
     body_s: float = 30.0
-    # Requests running or waiting.
+    # Running or waiting.
     requests: int = 2048
-    # Seconds before a client that does not read is disconnected.
+    # For a client that does not read.
     stall_s: float = 60.0
-    # Open connections; the oldest idle one is closed for a new one.
     connections: int = 16384
-    # Seconds for a complete request head.
+    # For a complete request head.
     idle_s: float = 75.0
-    # Seconds for running requests to finish at shutdown.
+    # For running requests at shutdown.
     drain_s: float = 30.0
 
 
-class ClientGone(Exception):
-    """The client has disconnected."""
+class ClientGone(Exception): ...
 
 
 class RequestLimiter:
     def __init__(self, limits: HttpLimits) -> None:
         self._limits, self.inside, self.is_closed = limits, 0, False
-        # Bytes of large bodies being read.
         self.held_bytes = 0
         self._empty = asyncio.Event()
         self._empty.set()
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Count one request; 429 above the limit, 503 during shutdown."""
+        """429 above the limit, 503 during shutdown."""
         self.check_open()
         if self.inside >= self._limits.requests:
             message = f"{self.inside} requests are being served, the most at once. Try again later."
@@ -93,7 +83,6 @@ class RequestLimiter:
             raise ApiError(503, "The server is shutting down and takes no new request.", code="shutting_down")
 
     def hold(self, num_bytes: int) -> None:
-        """Count bytes of a large body; 429 above the shared budget."""
         if num_bytes > 0 and self.held_bytes + num_bytes > self._limits.bodies_bytes:
             raise ApiError(
                 429, "too many large requests at once. Try again later.", None, "rate_limit_exceeded"
@@ -110,8 +99,6 @@ class RequestLimiter:
 
 
 class HeldBody:
-    """A request's body; it counts for the shared budget until dropped."""
-
     def __init__(self, limits: HttpLimits, limiter: RequestLimiter) -> None:
         self._limits, self._limiter = limits, limiter
         self._held = 0
@@ -165,7 +152,7 @@ def _content_length(headers: Headers) -> int:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Run work; cancel it and raise `ClientGone` when the client disconnects."""
+    """Cancels the work and raises `ClientGone` when the client disconnects."""
     task, gone = asyncio.create_task(work), asyncio.create_task(_gone(receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -177,7 +164,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -
         if not task.done():
             task.cancel()
             await asyncio.wait((task,))
-            _ = task.cancelled() or task.exception()  # retrieved, or asyncio would log it
+            _ = task.cancelled() or task.exception()  # or asyncio would log it
 
 
 async def _gone(receive: Receive) -> None:
@@ -186,8 +173,6 @@ async def _gone(receive: Receive) -> None:
 
 
 class AccessMiddleware:
-    """ASGI middleware: checks key and host, names the client, and marks connections busy."""
-
     def __init__(self, app: ASGIApp, keys: Iterable[str], is_local: bool, root_path: str = "") -> None:
         self._app, self._is_local, self._root_path = app, is_local, root_path
         self._hashes = [_hash(key.encode()) for key in keys]
@@ -260,7 +245,7 @@ def is_local_name(host: str) -> bool:
 
 
 def read_keys(given: Iterable[str]) -> tuple[str, ...]:
-    """Keys from the command line, or with @FILE one per line."""
+    """Keys, or with @FILE one per line."""
     keys: list[str] = []
     for word in given:
         keys += _keys_of_file(Path(word[1:])) if word.startswith("@") else [word]

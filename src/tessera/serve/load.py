@@ -1,8 +1,7 @@
 """Load generator: `measure` sends requests to a server; `figures` are named as in `vllm bench serve`.
 
-The server reports its model and context length. Without a tokenizer, two short requests measure the tokens of
-its template and of a word. Verification sends a few distinct prompts alone first; under load each greedy
-answer must be the same text. At most `concurrency` requests are in flight; the delay of each is recorded.
+Without a tokenizer, two short requests measure the tokens of the server's template and of a word.
+Verification sends a few distinct prompts alone first; under load each greedy answer must be the same text.
 
     ttfb  sending to the first byte of the body
     ttft  to the first text                       tpot  (end - first text) / (tokens - 1)
@@ -30,7 +29,6 @@ import numpy as np
 from tessera.errors import LoadError
 from tessera.ir import Arrivals
 
-# Default tokens of a request, if they fit.
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 32
 NO_LIMIT = 1 << 30
 # Words of the two measuring requests; letters of a word.
@@ -38,10 +36,9 @@ FEW, MANY = 1, 5
 WORD = 5
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 QUANTILES = {"median": 50.0, "p90": 90.0, "p99": 99.0}
-# Idle connections are not reused after this time: the server may be closing them.
+# The server may be closing connections that are idle longer.
 MAX_IDLE_S = 1.0
 MAX_BODY_BYTES = 64 << 20
-# Maximum shown characters of a server's message.
 SHOWN_CHARS = 300
 
 Api = Literal["chat", "completions"]
@@ -54,7 +51,7 @@ class ServerAddress:
 
 
 def parse_address(url: str, api_key: str | None = None) -> ServerAddress:
-    """Parse `http://host:port`, with or without a trailing `/v1`."""
+    """A trailing `/v1` is left out."""
     parts = urlsplit(url if "://" in url else f"http://{url}")
     try:
         is_wrong = parts.port == 0
@@ -73,13 +70,11 @@ class Reply:
     def __init__(self, status: int = 200, is_events: bool = False) -> None:
         self.status, self._is_events = status, is_events
         self.body = bytearray()
-        # (time, data) of each server-sent event.
+        # (time, data)
         self.events: list[tuple[float, bytes]] = []
-        # Time of the body's first byte.
         self.first_s: float | None = None
 
     def take(self, data: bytes, now_s: float) -> None:
-        """Add bytes; complete events leave the body."""
         if self.first_s is None:
             self.first_s = now_s
         self.body += data
@@ -104,8 +99,6 @@ class Reply:
 
 
 class Client:
-    """Sends requests to one server, each on its own connection; see `connected`."""
-
     def __init__(self, session: aiohttp.ClientSession, address: ServerAddress) -> None:
         self._session, self._address = session, address
 
@@ -161,7 +154,6 @@ class Generation:
     # Reported by the server, if at all.
     prompt_tokens: int | None
     output_tokens: int | None
-    # Until the first byte of the body, the first text, and the end.
     ttfb_s: float
     ttft_s: float
     e2e_s: float
@@ -182,7 +174,6 @@ async def generate(
     ignores_end: bool,
     fields: Mapping[str, Any],
 ) -> Generation:
-    """`fields`: further fields of the request."""
     asked: dict[str, Any] = {"model": model, "temperature": 0.0, "stream": True}
     asked["stream_options"] = {"include_usage": True}
     if ignores_end:
@@ -203,7 +194,6 @@ class _Delta(msgspec.Struct):
 
 
 class _EventChoice(msgspec.Struct):
-    # `delta` for a chat, `text` for a completion.
     delta: _Delta | None = None
     text: str | None = None
     finish_reason: str | None = None
@@ -279,11 +269,10 @@ def _short(data: bytes) -> str:
 class LoadOptions:
     num_requests: int = 200
     concurrency: int = 32
-    # Requests per second; None: as fast as `concurrency` allows. Gaps are gamma distributed: burstiness 1 is
-    # a Poisson stream, less is burstier.
+    # None: as fast as `concurrency` allows. Gaps are gamma distributed: burstiness 1 is a Poisson stream,
+    # less is burstier.
     rate_per_s: float | None = None
     burstiness: float = 1.0
-    # Recorded arrivals, instead of number and rate.
     arrivals: Arrivals | None = None
     prompt_tokens: int | None = None
     output_tokens: int | None = None
@@ -291,25 +280,22 @@ class LoadOptions:
     # None: the server's first.
     model: str | None = None
     ignores_end: bool = True
-    # Distinct prompts, sent alone first; None: no verification, all prompts differ.
+    # Sent alone first; None: no verification, all prompts differ.
     num_distinct: int | None = None
     seed: int = 0
     timeout_s: float = 600.0
-    # Length of the common prefix of all prompts.
+    # Common to all prompts.
     prefix_tokens: int = 0
-    # Further fields of every request, such as a temperature; greedy without.
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Equal `prompt_number` means equal prompt."""
-
     number: int
     prompt_number: int
     prompt: str
     max_tokens: int
-    # Seconds from the start; later if too many are in flight.
+    # Later if too many are in flight.
     at_s: float = 0.0
 
 
@@ -345,14 +331,12 @@ class LoadRun:
     model: str
     outcomes: tuple[QueryOutcome, ...]
     duration_s: float
-    # Logged requests cut to fit.
     num_cut: int
-    # Verification: answers to the distinct prompts alone.
+    # Answers given alone, by distinct prompt.
     alone: tuple[Generation, ...] = ()
 
 
 async def measure(address: ServerAddress, options: LoadOptions, on_done: Callable[[str], None]) -> LoadRun:
-    """Run a load; `on_done` is called after every answer. `LoadError` if the server does not answer."""
     async with connected(address, options.timeout_s) as client:
         model, length = await _served(client, options.model)
         ruler = await _ruler(client, options, model)
@@ -429,7 +413,6 @@ async def _ruler(client: Client, options: LoadOptions, model: str) -> Ruler:
 
 
 def _queries(options: LoadOptions, length: int | None, ruler: Ruler) -> tuple[list[Query], int]:
-    """The queries, and how many of a log were cut to the context length."""
     half = max(1, length // 2) if length is not None else PROMPT_TOKENS
     usual_prompt = options.prompt_tokens or min(PROMPT_TOKENS, half)
     usual_output = options.output_tokens or min(OUTPUT_TOKENS, half)

@@ -1,7 +1,6 @@
 """Meters: totals since the start, and shares of the last seconds.
 
-The engine's thread writes; any thread reads. Only the latest request times are kept; `Metrics` adds
-histograms.
+The engine's thread writes; any thread reads.
 """
 
 import math
@@ -13,22 +12,16 @@ from typing import NamedTuple
 from tessera.execute.stepper import DeviceStatus, DeviceUse
 from tessera.serve.records import Counts, Finish, Latency
 
-# Seconds between two samples, and the window of shares and rates.
 LOOK_S, WINDOW_S = 0.5, 5.0
-# Weight of the newest step in the mean host time.
 NEWEST_WEIGHT = 0.02
-# Number of latest times kept.
 NUM_FIRST, NUM_BETWEEN = 500, 5000
 
 
 class Times(NamedTuple):
-    """A request's times in seconds; None: not reached."""
+    """None: not reached."""
 
-    # In the queue until its first row.
     queued_s: float | None
-    # From arrival to its first token.
     first_token_s: float | None
-    # From arrival to its end.
     whole_s: float
 
 
@@ -43,20 +36,16 @@ class Meters(Counts):
     def __init__(self) -> None:
         super().__init__()
         self.finished: Counter[str] = Counter()
-        # By device: losses, and last status.
         self.losses: Counter[str] = Counter()
         self.status: Mapping[str, DeviceStatus] = {}
-        # Mixture of experts -> rows by expert.
         self.experts: Mapping[str, Sequence[int]] = {}
-        # Latest seconds to first token, and between tokens.
         self.first_s: deque[float] = deque(maxlen=NUM_FIRST)
         self.between_s: deque[float] = deque(maxlen=NUM_BETWEEN)
-        # Mean seconds of the host from the end of a step until the next is ordered; None: no step yet.
+        # Mean time from the end of a step until the next is ordered.
         self.host_s: float | None = None
         self._looks: deque[_Look] = deque([_Look(time.monotonic(), 0, {}, {})])
 
-    def seated(self, queued_s: float) -> None:
-        """A request got a row after this wait."""
+    def seated(self, queued_s: float) -> None: ...
 
     def first_token(self, prompt_tokens: int, seconds: float) -> None:
         self.prompt_tokens += prompt_tokens
@@ -65,11 +54,9 @@ class Meters(Counts):
     def next_tokens(self, seconds: Sequence[float]) -> None:
         self.between_s.extend(seconds)
 
-    def stepped(self, kind: str, seconds: float) -> None:
-        """A step has ended; its kind includes its size."""
+    def stepped(self, kind: str, seconds: float) -> None: ...
 
     def hosted(self, seconds: float) -> None:
-        """The host has settled a step and ordered what follows."""
         self.host_s = (
             seconds if self.host_s is None else self.host_s + NEWEST_WEIGHT * (seconds - self.host_s)
         )
@@ -81,7 +68,6 @@ class Meters(Counts):
         return time.monotonic() - self._looks[-1].at_s >= LOOK_S
 
     def look(self, use: DeviceUse) -> None:
-        """Take a sample, and drop those older than the window."""
         now = time.monotonic()
         looks = self._looks
         looks.append(_Look(now, self.output_tokens, dict(use.busy_s), dict(use.moved)))
@@ -105,7 +91,7 @@ class Meters(Counts):
         return {name: _share(s - first.busy_s.get(name, 0.0), span_s) for name, s in last.busy_s.items()}
 
     def moved(self, bytes_per_s: Mapping[tuple[str, str], float]) -> list[tuple[str, str, float, int]]:
-        """(source, destination, share of the window at the link's modelled speed, bytes so far)."""
+        """The share is of the window, at the link's modelled speed."""
         first, last = self._ends()
         span_s = last.at_s - first.at_s or 1.0
         found = []

@@ -1,8 +1,4 @@
-"""Prometheus metrics: vLLM's names under `tessera:`, and those of heterogeneous devices.
-
-Gauges and counters come from the service's snapshot, histograms from the engine. Every series has the label
-model_name.
-"""
+"""Prometheus metrics: vLLM's names under `tessera:`, and those of heterogeneous devices."""
 
 import math
 from bisect import bisect_left
@@ -29,7 +25,6 @@ FIRST_TOKEN_S = (
 TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 REQUEST_S = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
-# Name -> help text and buckets.
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("From arrival to the first token.", FIRST_TOKEN_S),
     "inter_token_latency_seconds": ("Between two tokens of one answer.", TOKEN_S),
@@ -41,16 +36,14 @@ HISTOGRAMS = {
     "request_prompt_tokens": ("Tokens of a prompt.", TOKENS),
     "request_generation_tokens": ("Tokens of an answer.", TOKENS),
 }
-# Finish reason -> vLLM's word.
+# vLLM's words.
 REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
 
-# (kind, name, help text, labels besides the model's, values of the labels -> value)
+# (kind, name, help text, further labels, values by label)
 Family = tuple[type[Gauge] | type[Counter], str, str, tuple[str, ...], Mapping[Any, float]]
 
 
 class Histogram:
-    """Counts by bucket. The engine's thread writes, any thread reads."""
-
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds, self._sum = (*bounds, math.inf), 0.0
         self._counts = [0] * len(self._bounds)
@@ -71,7 +64,6 @@ class Metrics(Meters):
         self._model, self._snapshot = model, snapshot
         self.registry = CollectorRegistry(auto_describe=False)
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
-        # By kind of step.
         self._steps: dict[str, Histogram] = {}
         self.registry.register(self)
 

@@ -1,10 +1,10 @@
 """PagePool: the KV cache pages of a home, with prefix caching.
 
-A page holds keys and values of `PAGE` positions. Its key covers its tokens and all tokens before them
-(`page_key`), so sequences with a common prefix share pages, while they run and afterwards, until pages run
-out and the least recently used is reused. Page 0 is never handed out: padding writes there, and in a page
-table it stands for a page behind the window. Groups of layers (`windows`) have page tables of their own; a
-prefix is found as far as every group has what the next token sees of it.
+A page's key covers its tokens and all tokens before them (`page_key`), so sequences with a common prefix
+share pages, while they run and afterwards, until pages run out and the least recently used is reused. Page 0
+is never handed out: padding writes there, and in a page table it stands for a page behind the window. Groups
+of layers (`windows`) have page tables of their own; a prefix is found as far as every group has what the next
+token sees of it.
 
 A page that a planned step fills is found by the microbatch of that step only, until the step has ended. Not
 handled: a shared prefix that does not fill a page.
@@ -17,16 +17,16 @@ from hashlib import blake2b
 
 from tessera.kernels import PAGE
 
-# Page tables of a sequence, by group.
+# By group.
 Tables = Sequence[Sequence[int]]
-# Bytes of a page's key; long enough that collisions are not expected.
+# Long enough that collisions are not expected.
 KEY_BYTES = 16
-# Default bytes of a microbatch's pages on emulated and CPU devices.
+# Default for a microbatch on emulated and CPU devices.
 POOL_BYTES = 128 << 20
 
 
 def page_key(before: bytes, tokens: Sequence[int], seen: bytes = b"") -> bytes:
-    """Key of a full page: the previous page's key, its tokens, and extra inputs such as pictures."""
+    """`seen`: extra inputs such as pictures."""
     return blake2b(before + array("q", tokens).tobytes() + seen, digest_size=KEY_BYTES).digest()
 
 
@@ -36,7 +36,6 @@ def first_seen(read: int, window: int) -> int:
 
 
 def listed(tables: Tables) -> list[int]:
-    """Pages in page tables."""
     return [page for table in tables for page in table if page]
 
 
@@ -58,9 +57,7 @@ def steady(num_bytes: float) -> int:
 class PagePool:
     def __init__(self, num_pages: int, is_caching: bool = True, windows: Sequence[int] = (0,)) -> None:
         self.num_pages, self._is_caching, self.windows = num_pages, is_caching, windows
-        # Empty pages, the next one last.
         self._blank = list(range(num_pages - 1, 0, -1))
-        # Reference count and key of each page.
         self._users = [0] * num_pages
         self._keys: list[bytes | None] = [None] * num_pages
         self._by_key: dict[bytes, int] = {}
@@ -82,7 +79,6 @@ class PagePool:
         return len(self._by_key)
 
     def take(self) -> int:
-        """A page for one user; one must be free."""
         if self._blank:
             page = self._blank.pop()
         else:
@@ -93,7 +89,7 @@ class PagePool:
         return page
 
     def find(self, keys: Sequence[bytes], owner: object = None) -> Tables:
-        """Page tables of the longest prefix that all groups have."""
+        """The longest prefix that all groups have."""
         num, before = len(keys), -1
 
         def page(number: int, group: int) -> int:
@@ -115,7 +111,7 @@ class PagePool:
         ]
 
     def num_idle(self, pages: Iterable[int]) -> int:
-        """Number of unused pages among these; sharing them leaves fewer free."""
+        """Unused pages among these; sharing them leaves fewer free."""
         return sum(page in self._idle for page in pages)
 
     def share(self, pages: Iterable[int]) -> None:
@@ -139,7 +135,7 @@ class PagePool:
             self._filling.pop(page, None)
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """Release the pages of a sequence; its last ones are reused first."""
+        """The last pages of a sequence are reused first."""
         for page in reversed(pages):
             self._users[page] -= 1
             if self._users[page]:

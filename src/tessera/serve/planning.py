@@ -1,12 +1,11 @@
 """prepare: plans for serving a model on devices: captured, priced, planned and checked, not started.
 
-A `StepBackend` builds, captures and prices steps: on this machine's CPU here, on GPUs in `gpu`; `policies`
-makes and rehearses policies. Imports that capture and plan are local: a start from kept plans needs none.
+Imports that capture and plan are local: a start from kept plans needs none.
 
 Plans are kept under `$XDG_CACHE_HOME/tessera/plans`, in a file named by a hash of everything they depend on:
 this package's code, library versions, the model's files, sizes, devices and page memory. A file with a
-changed byte is replaced; the newest `MAX_KEPT` stay. A small model's weights are kept too, so that it starts
-without the libraries that build it.
+changed byte is replaced. A small model's weights are kept too, so that it starts without the libraries that
+build it.
 """
 
 import contextlib
@@ -56,20 +55,18 @@ if TYPE_CHECKING:
     from tessera.serve.steps import ServedModel
 
 Listener = Callable[[str], None]
-# Maximum weights of a model computed on this CPU.
+# Weights of a model computed on this CPU.
 MAX_BYTES = 4 << 30
-# A step that takes longer than this is taken for hung.
+# A step that takes longer is taken for hung.
 STEP_TIMEOUT_S = 60.0
 MAX_KEPT = 32
-# Beside a host: pages' share of a GPU, and tokens of the largest step.
+# Beside a host: pages' share of a GPU.
 PAGES_SHARE, HOST_BATCH_TOKENS = 0.2, 512
-# Beside a host every launch is measured on two devices: seconds for one.
+# Beside a host every launch is measured on two devices.
 HOST_LAUNCH_S = 0.05
-# GPUs of other machines: tokens of the largest and smallest step.
+# GPUs of other machines.
 AWAY_BATCH_TOKENS, AWAY_MIN_SIZE = 2048, 64
-# Maximum bytes of kept weights.
 MAX_WEIGHT_BYTES = 64 << 20
-# Libraries that captured steps and costs depend on.
 PACKAGES = ("torch", "transformers", "triton", "aiconfigurator-core")
 _UNREADABLE = (
     OSError, EOFError, ValueError, LookupError, TypeError, RuntimeError, pickle.UnpicklingError, TesseraError,
@@ -79,7 +76,7 @@ _UNREADABLE = (
 
 @dataclass(frozen=True)
 class KeptModel:
-    """What a service needs of a small model, kept from an earlier start in place of `ServedModel`."""
+    """A small model of an earlier start, in place of `ServedModel`."""
 
     shape: Shape
     state_bytes: int
@@ -101,15 +98,12 @@ class KeptModel:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model and its policies."""
-
     model: "ServedModel | KeptModel"
     policies: tuple[ServicePlan, ...]
-    # Plans again at run time; None: plans stay.
+    # None: plans stay.
     planner: "ServicePlanner | None" = None
     # Measured time = modelled time x scale; 1 where no device is dilated.
     scale: float = 1.0
-    # Capture time.
     capture_s: float = 0.0
 
     @property
@@ -132,17 +126,15 @@ class Prepared:
 
 class StepBackend(Protocol):
     @property
-    def memory_bytes(self) -> Sequence[float]:
-        """Memory given to weights and pages; kept plans depend on it."""
+    def memory_bytes(self) -> Sequence[float]: ...
 
     def build(self, model: str, spec: ServeSpec) -> "ServedModel": ...
 
     def placed(self, model: "ServedModel") -> "ServedModel":
-        """The steps with their inputs where they are captured."""
         return model
 
     def begin(self, model: str, is_early: bool) -> None:
-        """Starts what can be done for `capture` before the model is built; `is_early`: its own steps too."""
+        """Starts what `capture` can do before the model is built; `is_early`: its own steps too."""
         return
 
     def capture(self, model: "ServedModel", advance: Listener) -> list[Trace]: ...
@@ -150,7 +142,6 @@ class StepBackend(Protocol):
     def price(self, unit: WorkUnit, model: "ServedModel", advance: Listener) -> tuple[Costs, ...]: ...
 
     def scale(self, plan: Plan, model: "ServedModel") -> float:
-        """Measured time over modelled time."""
         return 1.0
 
 
@@ -159,10 +150,8 @@ class CpuBackend(StepBackend):
     cluster: Cluster
     microbatches: int
     store: Path | None = None
-    # Scope of a mixture of experts -> how often each is chosen.
     frequencies: Mapping[str, Sequence[float]] = field(default_factory=dict)
     memory_share: float = 0.9
-    # Seconds in which a launch is measured.
     launch_s: float = 0.25
 
     @cached_property
@@ -237,7 +226,7 @@ class CpuBackend(StepBackend):
 
 @dataclass(frozen=True)
 class HostBackend(CpuBackend):
-    """GPUs of this machine beside its CPU: the model is built and captured in the host's memory."""
+    """GPUs beside their CPU: the model is built and captured in the host's memory."""
 
     @cached_property
     def memory_bytes(self) -> Sequence[float]:
@@ -261,7 +250,7 @@ class HostBackend(CpuBackend):
 class AwayBackend(CpuBackend):
     """GPUs of other machines: steps are recorded without computing; each worker has its own weights.
 
-    The engine has the weights in this machine's memory, to compare them and to send what a worker lacks.
+    The engine has the weights in memory, to compare them and to send what a worker lacks.
     """
 
     @cached_property
@@ -310,14 +299,7 @@ def prepare(
     is_compiled: bool = True,
     advance: Listener = lambda what: None,
 ) -> Prepared:
-    """Plan a service.
-
-    plan         groups to serve by; None: planned here
-    store        measurement store
-    kept         folder of kept plans; None: always plan
-    is_compiled  capture GPU steps from compiled code, else operator by operator
-    advance      progress callback, one line per stage
-    """
+    """`kept` is the folder of kept plans; None: always plan."""
     backend = _backend(cluster, spec, store, is_compiled)
     if plan is not None:
         check_plan(plan, model, cluster)
@@ -366,7 +348,6 @@ def _backend(cluster: Cluster, spec: ServeSpec, store: Path | None, is_compiled:
 
 
 def check_plan(plan: ServicePlan, model: str, cluster: Cluster) -> None:
-    """Raises MismatchError for a plan of another model or other devices."""
     if place_of(plan.model) != place_of(model):
         raise MismatchError(f"the plan is for {plan.model}, not {model}", f"Serve {plan.model}.", "--plan")
     theirs, ours = ([d.gpu or d.name for d in c.devices] for c in (plan.cluster, cluster))
@@ -376,7 +357,7 @@ def check_plan(plan: ServicePlan, model: str, cluster: Cluster) -> None:
 
 
 def _for_load(model: str, cluster: Cluster, spec: ServeSpec, advance: Listener) -> ServicePlan | None:
-    """The service plan for the spec's load; None: sizes are given, or a device has no cost model."""
+    """None: sizes are given, or a device has no cost model."""
     from tessera.plan import search_config
     from tessera.profile.measured import needs_measuring
 
@@ -406,7 +387,6 @@ def _follow(
     spec: ServeSpec,
     advance: Listener,
 ) -> Prepared:
-    """The groups of a plan with captured steps, and what they are expected to reach."""
     from tessera import flow
     from tessera.serve.policies import ServicePlanner, check_groups
     from tessera.serve.rehearse import rehearse
@@ -472,23 +452,18 @@ def default_folder() -> Path:
 
 
 def key_of(places: Sequence[str], *given: object) -> str:
-    """Name of kept plans: a hash of the model (name or folder), its adapters and `repr` of the settings."""
     digest = hashlib.sha256(repr((_code(), _versions(), places, given)).encode())
     for folder in filter(Path.is_dir, map(Path, places)):
         for path in sorted(folder.iterdir()):
-            with contextlib.suppress(OSError):  # deleted meanwhile
+            with contextlib.suppress(OSError):
                 stamp = path.stat()
                 digest.update(repr((path.name, stamp.st_size, stamp.st_mtime_ns)).encode())
     return digest.hexdigest()[:32]
 
 
 class _Kept(msgspec.Struct):
-    """Contents of a file of kept plans."""
-
-    # As files of artifacts.
     policies: list[bytes]
     scale: float
-    # Only of a model that is kept.
     shape: Shape | None = None
     state_bytes: int = 0
     weights: bytes = b""
@@ -516,9 +491,7 @@ def find(key: str, folder: Path, build: Callable[[], "ServedModel"], spec: Serve
 def planner_of(
     model: "ServedModel | KeptModel", policies: Sequence[ServicePlan], spec: ServeSpec
 ) -> "ServicePlanner":
-    """A planner over the captured steps of the group that can serve alone; it made these policies, unless
-    their sizes were chosen for a load.
-    """
+    """A planner over the captured steps of the group that can serve alone."""
     from tessera.serve.policies import ServicePlanner
 
     group = max(policies[0].groups, key=lambda g: (g.role is not Role.PROMPTS, len(g.sizes)))
@@ -532,7 +505,6 @@ def planner_of(
 
 
 def keep(key: str, found: Prepared, folder: Path) -> None:
-    """Keep plans under this name; failures are reported on standard error."""
     kept, model = (
         _Kept([b"".join(chunks_of(x)) for x in found.policies], found.scale),
         KeptModel.of(found.model),

@@ -1,9 +1,8 @@
 """ServicePlanner: a service plan for every policy, over the same captured steps, rehearsed under the load.
 
-Drafts and the choice among them are those of `plan.service`, over sizes that are given (`CapturedModel`):
-roles and devices are chosen. Groups over several devices are placed by `plan.solve.place`, which counts steps
-as often as a rehearsal runs them. A policy is planned even if it misses the load's limits. `latency` is one
-more policy, for the least time of one request; `auto` has it beside the best where it is quicker.
+Groups over several devices are placed by `plan.solve.place`, which counts steps as often as a rehearsal runs
+them. A policy is planned even if it misses the load's limits. `latency` is for the least time of one request;
+`auto` has it beside the best where it is quicker.
 
 Not handled: splits of models that see pictures.
 """
@@ -56,9 +55,7 @@ SPLITS = (PREFILL_DECODE, FRACTIONAL)
 POLICIES = (*DRAFTED, LATENCY)
 # A change of plans has a price, and rehearsals of one plan differ by up to a percent.
 LEAST_GAIN = 1.02
-# Rehearsals of a policy.
 MAX_REHEARSED = 8
-# Most runs of all steps in a searched unit.
 MAX_RUNS = 128
 
 
@@ -71,21 +68,19 @@ def check_policy(name: str) -> str:
 @dataclass(frozen=True)
 class ServicePlanner:
     model: str
-    # Microbatches, sequences and sizes of the default group.
+    # The default group's.
     shape: Shape
     unit: WorkUnit
     costs: tuple[Costs, ...]
     cluster: Cluster
     load: Load
-    # Effort of searches; see `plan.config`.
     effort: str = "full"
-    # True if it sees pictures.
     sees: bool = False
-    # Policies to plan; see `plans`. Empty: those of a given plan stay.
+    # Empty: those of a given plan stay.
     names: tuple[str, ...] = (AUTO,)
 
     def plans(self, names: Sequence[str]) -> tuple[ServicePlan, ...]:
-        """A service plan per name, the best of `auto` first; raises PlanInfeasible if one has none."""
+        """The best of `auto` first; raises PlanInfeasible if a name has no plan."""
         found: list[ServicePlan] = []
         for name in names:
             chosen = self.auto() if name == AUTO else (self.best(name),)
@@ -113,14 +108,13 @@ class ServicePlanner:
         return rehearse(plan, load, clients, shape=self.shape)
 
     def best(self, name: str) -> ServicePlan:
-        """A policy at its best, with its expected figures."""
         if name in SPLITS and not self._drafts.can_move:
             message = f"{name} needs a model without pictures"
             raise PlanInfeasible(message, "Choose another --policy.")
         return replace(self._planned((name,)), rivals=())
 
     def _planned(self, names: Sequence[str]) -> ServicePlan:
-        """The best plan of these policies, with all of them as rivals."""
+        """All of these policies are rivals of the best."""
         errors: list[PlanInfeasible | DeviceMemoryError] = []
 
         def make(draft: ServiceDraft) -> ServicePlan:
@@ -160,7 +154,6 @@ class ServicePlanner:
         return self._along(policy, placement, draft.microbatches)
 
     def _searched(self, policy: str, unit: WorkUnit, microbatches: int) -> Placement:
-        """One placement over several devices by a policy; a rehearsal judges it."""
         from tessera.plan import search_config
         from tessera.plan.solve import place
         from tessera.simulate import SteadyRates
@@ -169,7 +162,7 @@ class ServicePlanner:
         return place(unit, self.costs, self.cluster, policy, microbatches, search, SteadyRates())
 
     def follow(self, group: Group, policy: str) -> Group:
-        """A planned group over these steps: placed as planned if the launches are the same, else searched."""
+        """Placed as planned if the launches are the same, else searched."""
         used, plan = group.plan.used, group.plan
         if len(used) == 1:
             return self._on(used[0], group.role, group.microbatches)
@@ -182,7 +175,6 @@ class ServicePlanner:
 
     @cached_property
     def _counted(self) -> WorkUnit:
-        """With steps counted as a rehearsal runs them."""
         try:
             base = self.best(DATA_PARALLEL if len(self.cluster.devices) > 1 else SINGLE)
         except (PlanInfeasible, DeviceMemoryError):  # a device cannot hold the model: by its times alone
@@ -195,7 +187,7 @@ class ServicePlanner:
         return replace(self.unit, counts=tuple(max(1, round(num * scale)) for num in runs))
 
     def _on(self, device: int, role: Role, microbatches: int) -> Group:
-        """A group on one device; its pages are those of all groups on this device with as many."""
+        """Groups on one device that have as many pages share them."""
         placement = Placement(tuple((device,) * len(graph.trace.launches) for graph in self.unit.graphs))
         home = f"{self.cluster.names[device]} {self.shape.pool_tokens}"
         return self._group_along(placement, role, microbatches, home)
@@ -214,15 +206,13 @@ class ServicePlanner:
         digest = hashlib.sha256(repr(pages).encode()).hexdigest()[:12]
         return self._group_along(placement, Role.MIXED, microbatches, f"{name}-{digest}")
 
-    # New plans of a running service; see `adapt.controller`.
-
     def corrected(self, policies: tuple[ServicePlan, ...], factors: Factors) -> tuple[ServicePlan, ...]:
-        """Each policy at corrected costs: planned again if that is better by `LEAST_GAIN`, else as it is."""
+        """A policy is planned again if that is better by `LEAST_GAIN`."""
         planner = replace(self, costs=factors.apply(self.unit, self._costs_in(policies)))
         return tuple(planner.better(recosted(policy, factors)) for policy in policies)
 
     def learned(self, policies: tuple[ServicePlan, ...], load: Load) -> tuple[ServicePlan, ...]:
-        """Policies for a load, if the first is better there by more than the costs' error; else the same."""
+        """New policies if the first is better by more than the costs' error."""
         planner = replace(self, load=load, costs=self._costs_in(policies))
         before = tuple(
             replace(policy, load=load, expected=self._rehearse(policy, load)) for policy in policies
@@ -236,11 +226,10 @@ class ServicePlanner:
 
     @property
     def is_beside_host(self) -> bool:
-        """True for GPUs beside their host: they have no room for the weights of a second placement."""
+        """GPUs beside their host have no room for the weights of a second placement."""
         return len({device.is_cpu for device in self.cluster.devices}) > 1
 
     def _costs_in(self, policies: tuple[ServicePlan, ...]) -> tuple[Costs, ...]:
-        """Costs of its steps, as policies that run have corrected them."""
         plans = (plan for policy in policies for plan in policy.plans)
         return next((x.costs for x in plans if x.unit.graphs == self.unit.graphs), self.costs)
 
@@ -257,7 +246,7 @@ class ServicePlanner:
         return new if after.tokens_per_s >= LEAST_GAIN * before.tokens_per_s else old
 
     def without(self, policies: tuple[ServicePlan, ...], lost: Collection[str]) -> tuple[ServicePlan, ...]:
-        """Policies that need a lost device become mixed groups on the others, of the whole cluster."""
+        """Policies that need a lost device become mixed groups on all others."""
         left = [d for d, name in enumerate(self.cluster.names) if name not in lost]
         if not left:
             raise PlanInfeasible("no device is left")
@@ -275,7 +264,6 @@ class ServicePlanner:
 
 
 def recosted(policy: ServicePlan, factors: Factors) -> ServicePlan:
-    """The same groups at corrected costs."""
     groups = [
         replace(g, plan=replace(g.plan, costs=factors.apply(g.plan.unit, g.plan.costs)))
         for g in policy.groups

@@ -1,8 +1,7 @@
 """Workers placed by Ray: one actor per device, in one placement group with a bundle per device.
 
-Ray chooses nodes, starts actors, and restarts lost ones where their bundle fits, as long as the service runs.
-An actor does what `tessera worker` does (`joining.keep_working`) with the engine's address, its rank and a
-secret of this service. Ray pickles only these and the model's name; the secret is as safe as the Ray cluster.
+Ray restarts lost actors where their bundle fits. Ray pickles only the engine's address, a rank, a secret of
+this service and the model's name; the secret is as safe as the Ray cluster.
 
 A GPU of another machine (`away:a100`) requests that accelerator type; `away:a100*` means all that the cluster
 has. Other devices request a CPU, and one of the custom resource with the GPU's name, if a node has it: `ray
@@ -26,11 +25,10 @@ from tessera.ir import Device, DeviceKind
 if TYPE_CHECKING:
     from tessera.execute.worker_stepper import MakeHub
 
-# Addresses of `ray.init`: start a cluster on this machine, or join a running one.
+# Start a cluster on this machine, or join a running one.
 LOCAL, RUNNING = "local", "auto"
-# Ray's resource prefix of GPU types, and the amount a bundle requests.
+# Ray's prefix of GPU types, and the amount a bundle requests.
 ACCELERATOR, A_LITTLE = "accelerator_type:", 0.001
-# Time-out of an actor's status.
 SAY_S = 2.0
 
 Resources = Mapping[str, float]
@@ -42,7 +40,7 @@ def ray_module() -> Any:
 
 @contextlib.contextmanager
 def joined(address: str) -> Iterator[str]:
-    """Join a Ray cluster; yields this machine's address in it."""
+    """Yields this machine's address in the cluster."""
     ray = ray_module()
     if address.startswith("ray://"):
         message = "a Ray client is no part of the cluster, and workers could not call it"
@@ -68,7 +66,7 @@ def nodes() -> list[Resources]:
 
 
 def counted(text: str, there: Sequence[Resources]) -> str:
-    """Device list with every `*` replaced by the number of such GPUs."""
+    """Every `*` replaced by the number of such GPUs."""
     words = []
     for word in (word.strip() for word in text.split(",")):
         if not word.endswith("*"):
@@ -98,7 +96,7 @@ def demands(device: Device, there: Sequence[Resources]) -> dict[str, float]:
 
 
 def check_room(devices: Sequence[Device], there: Sequence[Resources]) -> None:
-    """Raise `TesseraError` if the cluster is too small for all workers, now or when empty."""
+    """Raises if the cluster is too small, now or even when empty."""
     wanted: Counter[str] = Counter()
     for device in devices:
         bundle = demands(device, there)
@@ -119,7 +117,6 @@ def check_room(devices: Sequence[Device], there: Sequence[Resources]) -> None:
 def placed(
     host: str, devices: Sequence[Device], model: str = "", complain: Callable[[str], None] = lambda line: None
 ) -> "Iterator[MakeHub]":
-    """Start a worker per device in the joined cluster; yields the connection to them."""
     check_room(devices, nodes())
     secret = secrets.token_bytes(32)
     rendezvous = Rendezvous(host, 0, secret, complain)
@@ -143,7 +140,7 @@ class Seats:
         self.actors = [self._start(rank) for rank in range(len(devices))]
 
     def about(self, rank: int) -> str:
-        """Status of a device's worker; an ended one is restarted."""
+        """An ended worker is restarted."""
         ray = ray_module()
         try:
             said = ray.get(self.actors[rank].said.remote(), timeout=SAY_S)

@@ -2,9 +2,7 @@
 
 No body delays other clients: the parts of a body are bounded before decoding (`openai.bodies.check_parts`),
 which takes milliseconds, and the tokenizer releases the interpreter lock. Large bodies have one thread of
-their own; clients take turns.
-
-Not handled: stopping a thread whose client has gone.
+their own; clients take turns. Not handled: stopping a thread whose client has gone.
 """
 
 import asyncio
@@ -22,18 +20,14 @@ from tessera.serve.records import ImageDraft
 SMALL_BYTES = 2**19
 SMALL_THREADS, LARGE_THREADS = 4, 1
 
-# A draft for the engine, or the answer itself.
 ReadBody = Draft | EmbeddingDraft | ImageDraft | bytes
 Read = Callable[[bytes, ModelCard], ReadBody]
 
 Result = TypeVar("Result")
-# What the client awaits, the result behind it, and the job.
 WaitingJob = tuple[asyncio.Future[Result], Future[Result], Callable[[], Result]]
 
 
 class FairPool(Generic[Result]):
-    """Runs jobs in a fixed number of threads; clients take turns."""
-
     def __init__(self, num_threads: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(num_threads, name)
         self._waiting: FairQueue[WaitingJob[Result]] = FairQueue()
@@ -49,7 +43,6 @@ class FairPool(Generic[Result]):
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _run_next(self) -> None:
-        """Run the job whose turn it is, unless its client has gone."""
         waiting = self._waiting.pop()
         assert waiting is not None, "there is a turn for every job"
         awaited, result, job = waiting

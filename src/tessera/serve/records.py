@@ -1,7 +1,6 @@
 """Ask, AnswerPiece, Finish: a generation and its events; Snapshot: the state of the service.
 
-An ask is in tokens; `text` converts to and from text, `app` to HTTP. Every ask is answered by pieces and then
-one finish, also when it is cancelled or a device is lost.
+Every ask is answered by pieces and then one finish, also when it is cancelled or a device is lost.
 """
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -22,11 +21,10 @@ if TYPE_CHECKING:
 
     from tessera.serve.grammar import Grammar
 
-# Default number of microbatches, and rows of each on CPUs; on GPUs they are chosen by memory.
+# Rows are for CPUs; on GPUs memory decides.
 MICROBATCHES, ROWS = 2, 8
 # Relative error of modelled rates: less is no reason to leave data-parallel.
 COST_ERROR = 0.03
-# Default load of a service.
 LOAD = Load(prompt_tokens=128, output_tokens=64)
 
 Reason = Literal["stop", "length", "cancelled", "error"]
@@ -38,31 +36,29 @@ def step_name(step: Step) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    # Microbatches, and maximum sequences of each.
     microbatches: int
     rows: int
-    # Maximum tokens of a prompt and its answer.
+    # Tokens of a prompt and its answer.
     capacity: int
-    # Step sizes in tokens, ascending. Steps of up to `rows` tokens have one token per sequence.
+    # Tokens, ascending. Steps of up to `rows` tokens have one token per sequence.
     sizes: tuple[int, ...]
     # Positions of a microbatch's pages, with the unused page 0.
     pool_tokens: int
     vocab_size: int
     # False if every step has one token of each sequence, in the sequence's row.
     is_flat: bool = True
-    # True if recurrent layers keep a state in a row per sequence, beside pages.
+    # True if recurrent layers keep a state by row.
     has_rows: bool = False
-    # Attention window of each group of layers, the token itself included; 0: none.
+    # By group of layers, the token itself included; 0: none.
     windows: tuple[int, ...] = (0,)
 
     def of_group(self, group: Group) -> "Shape":
-        """Shape of a group of this model."""
         sizes = (group.microbatches, group.sequences, self.capacity, group.sizes, group.pool_tokens)
         return Shape(*sizes, self.vocab_size, self.is_flat, self.has_rows, self.windows)
 
     @property
     def is_paged(self) -> bool:
-        """True if all state is in pages: sequences can share and move it."""
+        """True if sequences can share and move all their state."""
         return self.is_flat and not self.has_rows
 
     @property
@@ -85,7 +81,6 @@ class Shape:
 
     @property
     def max_tokens(self) -> int:
-        """Maximum tokens of a sequence: as many as fit in the pages."""
         pages, most = self.pool_tokens // PAGE - 1, self.capacity
         if max_pages(most, self.windows, self.sizes[-1]) <= pages:
             return most
@@ -97,7 +92,7 @@ class Shape:
 
 
 def sizes_for(cluster: Cluster) -> tuple[int, int | None]:
-    """Default microbatches and rows; None: chosen by memory. One GPU has nothing to overlap."""
+    """None: chosen by memory. One GPU has nothing to overlap."""
     kinds = {device.kind for device in cluster.devices}
     if kinds == {DeviceKind.CUDA, DeviceKind.CPU}:  # a host reads its weights again for every microbatch
         return 1, ROWS
@@ -108,52 +103,49 @@ def sizes_for(cluster: Cluster) -> tuple[int, int | None]:
 
 @dataclass(frozen=True, slots=True)
 class ServeSpec:
-    """What a service is planned for; None: chosen for the model."""
+    """None: chosen for the model."""
 
     microbatches: int = MICROBATCHES
     rows: int | None = ROWS
     capacity: int | None = None
     max_batch_tokens: int | None = None
-    # Positions of a microbatch's pages.
     pool_tokens: int | None = None
-    # Share of a device's memory for weights and pages; the rest is for temporaries.
+    # For weights and pages; the rest is for temporaries.
     memory_share: float = MEMORY_SHARE
     load: Load = LOAD
-    # True if sequences, microbatches and step sizes are chosen for the load.
+    # True if sequences, microbatches and step sizes are chosen.
     is_for_load: bool = False
-    # Names of `policies`, such as auto or data-parallel; the first is current at the start.
+    # The first is current at the start.
     policies: tuple[str, ...] = ("auto",)
-    # Seed of random weights; a folder's weights are used unless `random_weights`.
     seed: int = 0
     random_weights: bool = False
     # True to join products of the same input.
     joined: bool = True
-    # Planning effort: full or quick; see `plan.config`.
     effort: str = "full"
-    # LoRA adapters: (name for clients, folder).
+    # (name for clients, folder)
     adapters: tuple[tuple[str, str], ...] = ()
-    # (module of a mixture of experts, how often each is chosen).
+    # By module: how often each expert is chosen.
     expert_frequencies: tuple[tuple[str, tuple[float, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen. A temperature of 0 is greedy."""
+    """A temperature of 0 is greedy."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     # 0: all tokens.
     top_k: int = 0
-    # None: a new seed per request.
+    # None: a new one per request.
     seed: int | None = None
-    # Alternatives to report per token; 0: only the chosen token; None: no logprobs.
+    # Alternatives per token; 0: only the chosen token; None: no logprobs.
     logprobs: int | None = None
-    # min-p: minimum probability relative to the likeliest token.
+    # Relative to the likeliest token.
     min_p: float = 0.0
-    # Presence and frequency penalties: subtracted from the logit once, and per occurrence in the answer.
+    # Subtracted from the logit once, and per occurrence in the answer.
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    # Repetition penalty of tokens in prompt or answer: divides positive logits, multiplies negative ones.
+    # For tokens in prompt or answer: divides positive logits, multiplies negative ones.
     repetition_penalty: float = 1.0
     # (token, added to its logit)
     logit_bias: tuple[tuple[int, float], ...] = ()
@@ -161,8 +153,6 @@ class Sampling:
 
 @dataclass(frozen=True, eq=False)
 class PromptPicture:
-    """A picture in a prompt: position of its first token, and its patches."""
-
     start: int
     patches: "torch.Tensor"
 
@@ -174,28 +164,25 @@ class PromptPicture:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One generation. The engine checks that `prompt` is not empty and fits with `max_tokens`."""
+    """The engine checks that `prompt` is not empty and fits with `max_tokens`."""
 
     prompt: tuple[int, ...]
     max_tokens: int
     sampling: Sampling = Sampling()
-    # Texts that end the answer, not part of it.
+    # Not part of the answer.
     stop: tuple[str, ...] = ()
-    # More end tokens; their text is not part of the answer.
     stop_tokens: tuple[int, ...] = ()
     # True to continue past the model's own end token.
     ignores_end: bool = False
-    # No end and no stop text before this many tokens.
+    # No end before this many tokens.
     min_tokens: int = 0
-    # Clients share the queue fairly.
+    # For fair turns.
     client: str = ""
-    # In order of position.
     pictures: tuple[PromptPicture, ...] = ()
-    # Grammar of the answer; None: any text.
     grammar: "Grammar | None" = None
-    # Alternatives per token of the prompt after its first; None: no logprobs.
+    # As `Sampling.logprobs`, for the prompt after its first token.
     prompt_logprobs: int | None = None
-    # LoRA adapter, from 1; 0: the base model.
+    # From 1; 0: the base model.
     adapter: int = 0
 
 
@@ -217,11 +204,11 @@ class Finish:
     reason: Reason
     prompt_tokens: int
     output_tokens: int
-    # Reason "error": one line with the remedy.
+    # With the remedy.
     message: str = ""
-    # The prompt's tokens after its first, if their logprobs were requested.
+    # After its first token, if logprobs were requested.
     prompt: tuple[Token, ...] = ()
-    # Reason "error": true if the ask was at fault.
+    # True if the ask was at fault.
     is_refused: bool = False
 
 
@@ -232,11 +219,10 @@ Events = AsyncGenerator[Event, None]
 @dataclass(frozen=True, slots=True)
 class DeviceView:
     name: str
-    # Share of the last seconds with a launch.
     utilisation: float
     memory_bytes: int
     is_lost: bool = False
-    # Its worker: process (None: none or unknown), "starting", "ready" or "lost", restarts and losses.
+    # Its worker; `state` is "starting", "ready" or "lost".
     pid: int | None = None
     state: str = "ready"
     restarts: int = 0
@@ -245,11 +231,10 @@ class DeviceView:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Recent latencies in seconds, median and 99th percentile; None: no data yet."""
+    """None: no data yet."""
 
     first_token_p50_s: float | None = None
     first_token_p99_s: float | None = None
-    # Between two tokens of an answer.
     token_p50_s: float | None = None
     token_p99_s: float | None = None
 
@@ -261,25 +246,20 @@ class Counts:
     # Tokens of started sequences, and those found in cached pages.
     prefix_queries: int = 0
     prefix_hits: int = 0
-    # Sequences preempted because pages ran out.
     preemptions: int = 0
-    # Requests restarted after a lost device.
+    # After a lost device.
     retried: int = 0
-    # Changes of plans.
     plan_changes: int = 0
-    # Changes of policy; milliseconds of the last, until no sequence was left in a group of the one before.
+    # A switch takes until no sequence is left in a group of the policy before.
     switches: int = 0
     last_switch_ms: float | None = None
     pages_moved: int = 0
-    # Sequences moved in place of preemption.
+    # In place of preemption.
     evictions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class GroupView(GroupSize):
-    """A group of the current policy, and its sequences now."""
-
-    # At most, and now.
     max_sequences: int = 0
     places: int = 0
     # On their way to it.
@@ -296,25 +276,21 @@ class Snapshot(Counts):
     links: tuple[tuple[str, str, float, int], ...]
     running: int
     waiting: int
-    # Groups of the current policy, and its figures on a virtual clock at full load.
+    # `expected` is modelled, at full load.
     groups: tuple[GroupView, ...] = ()
     expected: Expected | None = None
-    # Lengths and arrivals of the latest requests.
     load: LoadView = field(default_factory=LoadView)
-    # Mixture of experts -> rows by expert, of mixtures that have parts on a CPU.
+    # Rows by expert, of mixtures that have parts on a CPU.
     experts: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    # Mean milliseconds of the host from the end of a step until the next is ordered.
+    # Mean, from the end of a step until the next is ordered.
     host_ms: float | None = None
-    # Pages in use, of all pages.
     pages_used: int = 0
     pages: int = 0
     tokens_per_s: float = 0.0
     latency: Latency = Latency()
-    # Seconds since the start.
     up_s: float = 0.0
-    # Finished requests by reason.
     finished: dict[str, int] = field(default_factory=dict)
-    # The newest decisions, and their number by kind.
+    # The newest ones; the number by kind.
     decisions: tuple[Decision, ...] = ()
     decided: dict[str, int] = field(default_factory=dict)
 
@@ -325,12 +301,12 @@ class ImageDraft(msgspec.Struct, frozen=True, tag=True):
     seed: int | None
     # png, jpeg or webp.
     form: str
-    # Further arguments of the pipeline, by its own names.
+    # By the pipeline's own names.
     options: dict[str, int | float | str | None]
 
 
 class AnswerService(Protocol):
-    """Answers asks; from any thread or event loop."""
+    """Thread-safe."""
 
     def answer(self, ask: Ask) -> Events:
         """Pieces, then one finish; closing it cancels. Refusals are raised here or with the first event."""
@@ -339,4 +315,4 @@ class AnswerService(Protocol):
 
     @property
     def failure(self) -> str:
-        """Why the service failed; empty: it has not."""
+        """Empty: it has not failed."""

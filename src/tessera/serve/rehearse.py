@@ -1,12 +1,10 @@
 """rehearse: figures of a service plan under a load, by the service's engine on a virtual clock.
 
-`rehearse`: the load is closed, as many requests as fit are present at all times. Those of the start are in
-the middle of an answer, as in steady state; one round of requests warms up. `play`: requests arrive, and
-devices may be lost or slow; of several plans a monitor chooses, as in a service, and sequences move with
-their pages.
+`rehearse`: as many requests as fit are present at all times. Those of the start are in the middle of an
+answer, as in steady state; one round of requests warms up. `play`: requests arrive, and devices may be lost
+or slow; of several plans a monitor chooses, as in a service.
 
-The host takes `HOST_US` to settle a step and to order the next one; where that cannot be ordered ahead, its
-devices wait. This is a default, not a measurement: a service shows its own time as `host_ms`.
+`HOST_US`, the host's time for a step, is a default, not a measurement: a service shows its own as `host_ms`.
 """
 
 import random
@@ -35,11 +33,9 @@ from tessera.serve.text import ByteText
 from tessera.simulate.arrivals import lengths_of
 from tessera.simulate.stepper import NO_FAULTS, Faults, Truth, VirtualStepper
 
-# Shares of the most requests at which policies are compared, beside one request.
+# Policies are compared at one request, and at these shares of the most.
 COMPARED = (0.25, 1.0)
-# Host time per step in microseconds (default).
 HOST_US = 200.0
-# Counted rounds of requests after the first, and fewest requests counted.
 COUNTED, MIN_COUNTED = 2, 64
 GREEDY = Sampling(temperature=0.0)
 
@@ -47,22 +43,18 @@ GREEDY = Sampling(temperature=0.0)
 def rehearse(
     plan: ServicePlan, load: Load, clients: int | None = None, seed: int = 0, shape: Shape | None = None
 ) -> Expected:
-    """Expected figures with this many requests at once; default: as many as fit.
-
-    `shape`: of the model, where it is known.
-    """
+    """Default: as many clients as fit."""
     clients = clients or plan.clients
     return _Rehearsal([plan], load, clients, seed, shape or shape_for(plan)).run()
 
 
 class Played(NamedTuple):
     expected: Expected
-    # The policy at the end, and the monitor's decisions.
     policy: str
     decisions: tuple[Decision, ...] = ()
-    # Mean seconds of a request per token of its answer.
+    # Mean time of a request per token of its answer.
     normalised_s: float = 0.0
-    # Requests that no device could serve, and restarts of requests whose device was lost.
+    # Requests that no device could serve, and restarts after losses.
     num_failed: int = 0
     num_restarted: int = 0
 
@@ -74,7 +66,7 @@ def play(
     faults: Faults = NO_FAULTS,
     noise: float = 0.0,
 ) -> Played:
-    """Figures of requests that arrive over time; those without lengths are of the first plan's load.
+    """Requests without lengths have those of the first plan's load.
 
     `noise`: kernel types take exp(noise * normal) times their modelled time, by device.
     """
@@ -91,7 +83,6 @@ def play(
 
 
 def rated(policies: Sequence[ServicePlan], shape: Shape) -> tuple[Capability, ...]:
-    """Capabilities of policies; of one policy nothing is compared."""
     found = []
     for plan in policies:
         clients = sorted({1, *(max(1, int(share * plan.clients)) for share in COMPARED)})
@@ -104,7 +95,7 @@ def rated(policies: Sequence[ServicePlan], shape: Shape) -> tuple[Capability, ..
 
 
 def shape_for(plan: ServicePlan) -> Shape:
-    """Shape of a model of which only the plan is known: a request may fill the pages."""
+    """A request may fill the pages."""
     group, pool_tokens = plan.groups[0], min(group.pool_tokens for group in plan.groups)
     sizes = (group.microbatches, group.sequences, pool_tokens - PAGE, group.sizes)
     return Shape(*sizes, pool_tokens, vocab_size=1, windows=group.windows)
@@ -118,7 +109,7 @@ class _Mark(NamedTuple):
 
 
 class _Rehearsal(Engine):
-    """The engine without text: all tokens are the same."""
+    """All tokens are the same."""
 
     def __init__(
         self,
@@ -139,12 +130,11 @@ class _Rehearsal(Engine):
         self._steps: Counter[tuple[int, int]] = Counter()
         # A request that ends makes room for the next one.
         self._num_ended, self._num_failed, self._is_closed = 0, 0, True
-        # Group whose step ended last.
+        # Whose step ended last.
         self._group = 0
-        # Seconds of each request to its first token, and per token after it by the group where it ended.
+        # To the first token, and per token after it by the group where a request ended.
         self._first_s: list[float] = []
         self._token_s: dict[int, list[float]] = defaultdict(list)
-        # And from its arrival to its end, per token.
         self._normalised_s: list[float] = []
 
     def run(self) -> Expected:  # type: ignore[override]
@@ -157,7 +147,6 @@ class _Rehearsal(Engine):
         return self._between(start, self._run_to(self._clients + self._counted))
 
     def play(self, arrivals: Sequence[tuple[float, tuple[int, int]]]) -> Played:
-        """Figures from the first arrival to the last end."""
         start, self._is_closed, self._is_running, most = self._mark(), False, True, 0
         for num, (at_s, lengths) in enumerate(arrivals):
             while self._virtual.now_s() < at_s:
@@ -216,7 +205,7 @@ class _Rehearsal(Engine):
 
     def _ask(self, length: int, tokens: int, is_first: bool = False) -> None:
         tokens = min(tokens, self.shape.max_tokens - 1)
-        if is_first:  # in the middle of an answer: its prompt is read
+        if is_first:  # its prompt is read
             length, tokens = 1, self._random.randint(1, tokens)
         prompt = (0,) * min(length, self.shape.max_tokens - tokens)
         request = ActiveRequest(Ask(prompt, tokens, GREEDY, ignores_end=True), self._reader, ())
@@ -238,12 +227,11 @@ class _Rehearsal(Engine):
 
     def stepped(self, microbatch: Microbatch[ActiveRequest], done: StepDone) -> None:
         groups, group = self.scheduler.groups, self.scheduler.group_of(microbatch)
-        if group in groups:  # not of the policy before
+        if group in groups:
             self._group = groups.index(group)
             self._steps[self._group, done.step] += 1
 
     def finished(self, request: ActiveRequest) -> None:
-        """A request has ended; the next one comes."""
         first_s, num = request.first_s or 0.0, request.num_out
         self._first_s.append(first_s - request.arrived_s)
         self._normalised_s.append((request.last_s - request.arrived_s) / num)
@@ -262,8 +250,7 @@ class _Rehearsal(Engine):
         self._count_end()
         self._num_ended += 1
 
-    def seated(self, request: ActiveRequest, microbatch: Microbatch[ActiveRequest]) -> None:
-        """Nothing is metered."""
+    def seated(self, request: ActiveRequest, microbatch: Microbatch[ActiveRequest]) -> None: ...
 
 
 def _ms(seconds: Sequence[float], share: float) -> float:

@@ -1,7 +1,5 @@
 """Router: the scheduler of a service. Requests go to groups of microbatches, sequences from group to group.
 
-Roles are planned, work is pulled:
-
     mixed     takes requests, the group with the least predicted seconds of work first
     prompts   takes requests until `BACKLOG` of its largest steps are waiting; its sequences answer elsewhere
     answers   takes sequences whose prompts are read
@@ -11,9 +9,9 @@ Without a usable prompts group, or with nothing but prompts groups, every group 
 
 A request is placed in a prompts group when a row and pages for its prompt and one page more are reserved at
 its destination, so nothing waits for room while it holds some. Full pages that the destination lacks are sent
-after each step, the rest and state by row with the first token; then the sequence goes on there. If the
-destination is lost or a move fails, it answers where it is; if the source is lost, it restarts. Pages of a
-move are given back when the move has ended, not before. Where steps write all rows, both microbatches pause.
+after each step, the rest and state by row with the first token. If the destination is lost or a move fails,
+the sequence answers where it is; if the source is lost, it restarts. Pages of a move are given back when the
+move has ended, not before. Where steps write all rows, both microbatches pause.
 
 A switch of policy hands sequences over: in place where the new policy has a group with the same home, else by
 moving their pages, else they answer where they are, or restart if their prompt is not read.
@@ -36,9 +34,9 @@ from tessera.serve.groups import (
 from tessera.serve.pages import PagePool, Tables, first_seen, listed, pages_for
 from tessera.serve.sequences import SequenceBatch
 
-# Largest steps of work that a prompts group keeps.
+# Largest steps that a prompts group keeps.
 BACKLOG = 2
-# Weight of the newest answer in the mean length of answers.
+# For the mean length of answers.
 NEWEST_WEIGHT = 0.05
 
 
@@ -61,7 +59,7 @@ class Router(GroupScheduler):
         return self._seat(request, [group for group in others if group.role is Role.MIXED], is_pull=True)
 
     def _reads_rest(self, request: ActiveRequest, group: RoutedGroup) -> bool:
-        """True if its pages are in this home but for what one step reads."""
+        """True if one step reads what this home's pages lack."""
         left = len(request.sequence) - self._found(request, group)
         return left < len(request.sequence) and left <= group.shape.sizes[-1] - group.shape.rows
 
@@ -90,7 +88,6 @@ class Router(GroupScheduler):
     def _seat_prompt(
         self, request: ActiveRequest, prompts: Sequence[RoutedGroup], others: Sequence[RoutedGroup]
     ) -> bool:
-        """Begins a request in a prompts group that has less work than it should."""
         for group in prompts:
             unread = sum(batch_of(m).num_unread for m in self.open_of(group))
             place = self._place(group) if unread < BACKLOG * group.shape.sizes[-1] else None
@@ -129,15 +126,10 @@ class Router(GroupScheduler):
         self._may_seat = True
         self._watcher.moved(request)
 
-    # Moves.
-
     def _reserve(
         self, request: ActiveRequest, groups: Sequence[RoutedGroup], home: int | None, read: int
     ) -> tuple[RoutedMicrobatch, PagePool | None, list[list[int]], int, int] | None:
-        """A row and pages for a sequence that comes from `home` when it has read `read` tokens or more.
-
-        Where they are, and how many are there. Pages behind windows are left out.
-        """
+        """A place for a sequence from `home` that has read `read` tokens; no pages behind windows."""
         length = len(request.sequence)
         most = len(request.ask.prompt) + request.ask.max_tokens
         num = min(length + 1 + PAGE, most)
@@ -178,13 +170,12 @@ class Router(GroupScheduler):
         self.awake_waiting()
 
     def awake_waiting(self) -> None:
-        """Sequences may have waited for pages of a shared pool."""
         for microbatch in self.microbatches.values():
             if microbatch.is_idle and microbatch.content.num_used:
                 self._awake(microbatch)
 
     def _send(self, transit: MovingSequence) -> None:
-        """Sends pages that are full; all of them and the sequence once its tokens are read."""
+        """Sends full pages; all of them and the sequence once its tokens are read."""
         request, batch = transit.request, batch_of(transit.source)
         position = batch.position(request)
         if position is None:
@@ -295,10 +286,10 @@ class Router(GroupScheduler):
         return not any(microbatch.number in move.ends for move in self._moves.values())
 
     def _stay(self, transit: MovingSequence) -> None:
-        """Gives a transit up: its sequence answers where it is, or restarts if that must be left."""
+        """The sequence answers where it is, or restarts if that must be left."""
         self._end_transit(transit)
         batch = batch_of(transit.source)
-        if transit.request.batch is not batch:  # it has ended
+        if transit.request.batch is not batch:
             return
         if transit.source.is_old:
             self._restart(transit.request, batch)
@@ -322,7 +313,6 @@ class Router(GroupScheduler):
             batch_of(transit.destination).cancel(transit.num_expected)
 
     def _leave_old(self, microbatch: RoutedMicrobatch) -> bool:
-        """Hands sequences over to groups of the current policy; those without a place there go on here."""
         batch, home = batch_of(microbatch), self.group_of(microbatch).home
         lost = self.stepper.lanes.lost
         usable = [group for group in self.groups if not group.lane.devices & lost]
@@ -357,7 +347,7 @@ class Router(GroupScheduler):
             self._restart(request, batch)
 
     def _evict(self, number: int, request: ActiveRequest) -> bool:
-        """Moves a sequence to another home with room, if that is quicker than reading it again."""
+        """Moves a sequence elsewhere if that is quicker than reading it again."""
         source = self.microbatches[number]
         group, batch = self.group_of(source), batch_of(source)
         position = batch.position(request)
@@ -377,8 +367,6 @@ class Router(GroupScheduler):
         self._send(transit)
         self._counts.evictions += 1
         return True
-
-    # Lost devices.
 
     def _dropped(self, device: str, gone: Sequence[RoutedMicrobatch]) -> None:
         homes: dict[int, frozenset[str]] = {}

@@ -1,11 +1,7 @@
 """Sampling: how the next token of a request is chosen, as inputs of tessera::choose (`kernels.choose`).
 
-    inputs = choices.fill([Choice(row, pick, ...), ...])   with the inputs of a step
-    tokens = read_tokens(done.outputs, rows, picks)        after it
-
-`Pick` is what one request asks for, and `Edits` the tokens whose logits it changes. Everything is given with
-every step, so preemption, moves and lost devices need nothing more, and the same seed gives the same answer
-wherever and with whatever it runs. Rows that no choice names are greedy.
+Everything is given with every step, so preemption, moves and lost devices need nothing more, and the same
+seed gives the same answer wherever and with whatever it runs. Rows that no choice names are greedy.
 """
 
 import random
@@ -21,15 +17,15 @@ from tessera.kernels.choice import EDIT_FIELDS, INPUTS, Number, Setting, max_edi
 from tessera.serve.grammar import Guide
 from tessera.serve.records import Ask, Sampling, Token
 
-# 1 / temperature of a temperature close to 0.
+# For a temperature close to 0.
 MAX_SHARPNESS = 1e30
-# A top-p of 0: the most likely token.
+# For a top-p of 0: the most likely token.
 LEAST_TOP_P = 1e-9
 _BANNED = int(np.float32(-np.inf).view(np.int32))
 
 
 class Edits:
-    """Tokens whose logits a request changes; penalties count its own."""
+    """Tokens whose logits a request changes."""
 
     __slots__ = ("_banned", "_biases", "_entries", "_num", "_places")
 
@@ -45,7 +41,7 @@ class Edits:
             self._entry(number)[1] = 0
 
     def _entry(self, number: int) -> npt.NDArray[np.int32]:
-        """The token's entry: number, count or -1, bias. It is valid until the next token's is made."""
+        """Number, count or -1, bias. Valid until the next token's entry is made."""
         place = self._places.setdefault(number, self._num)
         if place == self._num:
             if self._num == len(self._entries):
@@ -78,22 +74,17 @@ class Edits:
 
 @dataclass(slots=True)
 class Pick:
-    """How one request's next token is chosen; it is updated with chosen tokens."""
-
     sampling: Sampling
     settings: npt.NDArray[np.float32]
     numbers: npt.NDArray[np.int64]
-    # None: logits are not changed.
     edits: Edits | None = None
-    # True if the edits count tokens.
     has_penalties: bool = False
-    # Tokens banned until the answer has its minimum length.
+    # Banned until the answer has its minimum length.
     ends: tuple[int, ...] = ()
     min_tokens: int = 0
-    # Grammar; None: any token.
     guide: Guide | None = None
     num_out: int = 0
-    # True for the choice of a row of zeros: greedy, and nothing else.
+    # True for a row of zeros: greedy, and nothing else.
     is_plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -126,17 +117,15 @@ class Pick:
 
     @property
     def num_edits(self) -> int:
-        """Upper bound of the entries in the next step."""
+        """Upper bound of entries in the next step."""
         return 0 if self.edits is None else len(self.edits) + len(self.ends)
 
     @property
     def is_over(self) -> bool:
-        """True if the grammar is complete: no token may follow."""
         return self.guide is not None and self.guide.is_over
 
     @property
     def failure(self) -> str:
-        """Why no token can be chosen; empty: one can."""
         return "" if self.guide is None else self.guide.failure
 
     def add(self, number: int) -> None:
@@ -148,21 +137,18 @@ class Pick:
 
 
 class Choice(NamedTuple):
-    """A row of the next step that is not plain."""
+    """A row that is not plain."""
 
     row: int
     pick: Pick
-    # Position of the new token in its sequence.
     position: int
-    # Tokens of the answer that running steps will choose: none, or the one that this step reads.
+    # Tokens that running steps will choose: none, or the one that this step reads.
     num_due: int = 0
     # A token of the prompt whose logprob is asked for, and its alternatives.
     forced: tuple[int, int] | None = None
 
 
 class ChoiceInputs:
-    """Tables of the operator, filled for one step after another."""
-
     def __init__(self, rows: int, vocab_size: int) -> None:
         self._settings = np.zeros((rows, len(Setting)), dtype=np.float32)
         self._numbers = np.zeros((rows, len(Number)), dtype=np.int64)
@@ -171,7 +157,6 @@ class ChoiceInputs:
         self._is_zero = True
 
     def fill(self, num_rows: int, choices: Sequence[Choice]) -> dict[str, torch.Tensor]:
-        """Inputs of a step; of edits, as many as are in use, and no masks."""
         settings, numbers = self._settings, self._numbers
         if not self._is_zero:
             settings[:], numbers[:] = 0.0, 0
@@ -201,7 +186,7 @@ class ChoiceInputs:
         return dict(zip(INPUTS, map(torch.from_numpy, tables), strict=True))
 
     def masks(self, guides: Sequence[Guide | None]) -> dict[str, torch.Tensor]:
-        """The masks that are ready, of choices with a guide in order; without a guide no token may come."""
+        """In the order of choices with a guide; without a ready mask no token may come."""
         for row, guide in enumerate(guides):
             mask = None if guide is None else guide.mask
             self._masks[row] = 0 if mask is None else mask
@@ -209,7 +194,7 @@ class ChoiceInputs:
 
 
 def read_tokens(outputs: Mapping[str, Any], rows: Sequence[int], picks: Iterable[Pick]) -> list[Token | None]:
-    """The chosen tokens of some rows; None where no logit is finite."""
+    """None where no logit is finite."""
     chosen: list[int] = outputs["next_tokens"].tolist()
     if "logprobs" not in outputs:
         return [Token(chosen[row]) if chosen[row] >= 0 else None for row in rows]
@@ -221,7 +206,6 @@ def read_tokens(outputs: Mapping[str, Any], rows: Sequence[int], picks: Iterable
 
 
 def noted(number: int, logprobs: Sequence[float], top: Sequence[int], num: int | None) -> Token:
-    """A token with its logprob and `num` alternatives; None: without."""
     if num is None:
         return Token(number)
     return Token(number, logprobs[0], tuple(zip(top[:num], logprobs[1 : num + 1], strict=True)))

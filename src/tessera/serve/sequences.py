@@ -1,26 +1,21 @@
 """SequenceBatch: the sequences of one microbatch, and the tokens its next step reads.
 
 A request is a sequence of tokens (prompt and answer so far) of which the model has read a part; when all are
-read, the next token is due. Chunked prompts, answers and resumed answers are the same thing. A step, of one
-of a few sizes, holds decoding sequences first, one token each, then prompt chunks in arrival order. In sizes
-up to `rows` every sequence has one token.
+read, the next token is due. A step has one of a few sizes and holds decoding sequences first, one token each,
+then prompt chunks in arrival order. In sizes up to `rows` every sequence has one token.
 
-A sequence begins when there are pages (`pages`) for all its tokens, after cached prefix pages. When pages run
-out, the newest one moves to another home (`evict`) or is preempted; it needs more pages than it gave back, so
-it begins again only after another has ended. In a group of layers with a window, a sequence takes pages as it
-reads and releases those behind the window.
+A sequence begins when there are pages (`pages`) for all its tokens. When pages run out, the newest one moves
+elsewhere (`evict`) or is preempted; it needs more pages than it gave back, so it begins again only after
+another has ended.
 
 Where recurrent layers keep a state by row (`has_rows`), a sequence keeps its row and shares no pages. Where
-tokens cannot be packed (`is_flat` is False), a step overwrites rows without a token: all sequences take part;
-one that cannot is preempted, or the step waits.
-
-A sequence may read its prompt here and answer elsewhere (`stop`, `arrive`; `serve.router` moves its pages).
+tokens cannot be packed (`is_flat` is False), a step overwrites rows without a token: a sequence that cannot
+take part is preempted, or the step waits.
 
 While a step runs, the next one can be planned (`can_look_ahead`): an unknown token is named by its row in the
 running step's outputs. An answer that has ended has read one token too many, which is dropped. Masks of
 grammars follow when the token is known (`late_inputs`); without its mask in time, a sequence reads its token
-again. One that needs more of the running step's outputs, or whose masks take long, sits the step out; if many
-do, no step is planned ahead.
+again. One that needs more of the running step's outputs, or whose masks take long, sits the step out.
 """
 
 from bisect import insort
@@ -48,9 +43,9 @@ from tessera.serve.step_inputs import (
     skipped_outputs,
 )
 
-# A step is planned ahead if at least this many sequences take part for each one that waits.
+# Sequences that must take part in a step planned ahead, for each one that waits.
 LEAST_AHEAD = 3
-# Chooses the tokens of a step; returns the requests that end.
+# Returns the requests that end.
 Settle = Callable[["SequenceBatch", StepDone, OutputRows], Sequence[ActiveRequest]]
 
 
@@ -70,46 +65,35 @@ class SequenceBatch:
         evict: Callable[[ActiveRequest], bool] = lambda request: False,
         can_give: bool = False,
     ) -> None:
-        """`pool` is shared with other microbatches; `is_filled` is False if nothing reads step inputs.
+        """`is_filled`: something reads step inputs. `can_give`: masks may follow an ordered step.
 
-        `on_masks` is called, from any thread, when a sequence need not wait for its mask any more. `evict`
-        moves a sequence elsewhere in place of preemption, if it can. `can_give`: masks may be given after a
-        step is ordered.
+        `on_masks` is called, from any thread, when a sequence need not wait for its mask any more.
         """
         self.number, self._shape, self._steps, self._settle = number, shape, steps, settle
         self._counts, self._sight, self._on_masks, self._evict = counts, sight, on_masks, evict
         self._can_give = can_give
-        # Whether a sequence may read a token again; seconds of the last step.
+        # Whether a sequence may read a token again.
         self._can_repeat, self._step_s = shape.is_flat and not shape.has_rows, 0.0
-        # Sequences on their way elsewhere because pages ran out.
         self._evicted: set[SeatedSequence] = set()
         self._is_caching = is_caching and shape.is_paged
         self._is_shared = pool is not None
         self.pool = pool or PagePool(shape.pool_tokens // PAGE, self._is_caching, shape.windows)
         self._inputs = StepInputs(shape, sight) if is_filled else None
-        # Edits of logits in the planned step, and at most.
         self._num_edits, self._max_edits = 0, max_edits(shape.rows, shape.vocab_size)
-        # Sizes in which a sequence may have more than one token.
         self._part_sizes = shape.part_sizes
-        # Sequences with pages, and waiting ones, in arrival order.
+        # With pages, and waiting; in arrival order.
         self._begun: list[SeatedSequence] = []
         self._aside: list[SeatedSequence] = []
         self._by_request: dict[ActiveRequest, SeatedSequence] = {}
-        # Grammars of answers here.
         self._guides: dict[ActiveRequest, Guide] = {}
         self._num_turns = 0
         self._unused_rows = list(range(shape.rows))
-        # Entries of all page tables; shared pages count once per table.
+        # Shared pages count once per table.
         self._num_entries = 0
-        # Pages that waiting sequences need.
         self._num_wanted = 0
-        # Rows of sequences on their way here.
         self.num_coming = 0
-        # Work left in all sequences: tokens to read, and predicted tokens to answer.
         self.num_unread = self.num_unanswered = 0
-        # Pages that the planned step fills.
         self._published: list[int] = []
-        # Sequences that read more than one token, in the newest step or after it.
         self._num_reading = 0
         # Running steps, oldest first; the sequence whose picture is encoded; whether tokens were read since.
         self._started: deque[StartedStep] = deque()
@@ -126,7 +110,6 @@ class SequenceBatch:
 
     @property
     def is_reading(self) -> bool:
-        """True if some sequence has more than its newest token to read."""
         return self._num_reading > 0 or bool(self._aside)
 
     def _count_work(self, sequence: SeatedSequence, unread: int, unanswered: int) -> None:
@@ -136,12 +119,12 @@ class SequenceBatch:
 
     @property
     def takes(self) -> bool:
-        """True if a request can begin soon: there are pages for all waiting ones."""
+        """True if there are pages for all waiting requests."""
         return self.num_free > 0 and self._num_wanted <= self.pool.num_free
 
     @property
     def can_move(self) -> bool:
-        """Only with chunked prompts; token by token, reading again is as slow as answering."""
+        """Token by token, reading again is as slow as answering."""
         return bool(self._part_sizes)
 
     @property
@@ -154,7 +137,7 @@ class SequenceBatch:
     def state(self) -> None: ...
 
     def add(self, request: ActiveRequest, goes_on: bool = False) -> None:
-        """A request begins; `goes_on`: it answers elsewhere, after its known tokens are read."""
+        """`goes_on`: the answer is given elsewhere, after the known tokens are read."""
         sequence = self._seated(request)
         if goes_on:
             sequence.stop = len(sequence.tokens)
@@ -172,10 +155,7 @@ class SequenceBatch:
         request.batch = self
         return sequence
 
-    # Sequences that come and go with their pages.
-
     def expect(self, num_pages: int) -> bool:
-        """Reserve a row and page table entries; False if there are none."""
         if self.num_free < 1 or self._num_entries + num_pages > self._shape.num_page_entries:
             return False
         self.num_coming += 1
@@ -183,7 +163,6 @@ class SequenceBatch:
         return True
 
     def cancel(self, num_pages: int) -> None:
-        """End a reservation; nothing comes."""
         self.num_coming -= 1
         self._num_entries -= num_pages
 
@@ -191,7 +170,7 @@ class SequenceBatch:
         return self._by_request[request].row
 
     def take_row(self) -> int | None:
-        """A row for an expected sequence; None: a running step writes all that are unused."""
+        """None: a running step writes all that are unused."""
         written = {part.sequence.row for step in self._started for part in step.parts}
         row = min((row for row in self._unused_rows if row not in written), default=None)
         if row is not None:
@@ -205,12 +184,12 @@ class SequenceBatch:
     def arrive(
         self, request: ActiveRequest, pages: Tables, read: int, num_expected: int, row: int | None
     ) -> None:
-        """Begin an expected sequence behind pages that hold its first `read` tokens, in this row or any."""
+        """`pages` hold the first `read` tokens."""
         self.num_coming -= 1
         sequence = self._seated(request, row)
         sequence.begin(self._shape.windows, pages, read, 0)
         self._num_entries += sequence.num_pages - num_expected
-        self._pass_by(sequence)  # what the source did not send any more
+        self._pass_by(sequence)
         self._count_work(sequence, len(sequence.tokens) - read, sequence.unanswered)
         sequence.was_begun = True
         insort(self._begun, sequence, key=lambda s: s.turn)
@@ -218,7 +197,7 @@ class SequenceBatch:
         self._filled()
 
     def depart(self, request: ActiveRequest) -> Tables:
-        """Remove a begun sequence that no step reads; its pages are the caller's."""
+        """No step may read it; its pages are the caller's."""
         sequence = self._by_request.pop(request)
         self._guides.pop(request, None)
         self._count_work(sequence, 0, 0)
@@ -230,17 +209,15 @@ class SequenceBatch:
         return sequence.pages
 
     def hold(self, request: ActiveRequest, is_held: bool = True) -> None:
-        """Read no more here than what is read now; `is_held` False: read and answer on."""
         sequence = self._by_request[request]
         sequence.stop = sequence.read if is_held else None
         self._evicted.discard(sequence)
 
     def stop_of(self, request: ActiveRequest) -> int | None:
-        """Tokens to read here, if it goes on elsewhere."""
         return self._by_request[request].stop
 
     def position(self, request: ActiveRequest) -> tuple[Tables, int] | None:
-        """Page tables, and tokens read by ended steps; None: it has not begun, or has left."""
+        """Page tables, and tokens read by ended steps."""
         sequence = self._by_request.get(request)
         if sequence is None or not sequence.is_begun:
             return None
@@ -248,7 +225,6 @@ class SequenceBatch:
         return sequence.pages, sequence.read - running
 
     def clear(self) -> None:
-        """All sequences leave; nothing runs any more."""
         for step in self._started:
             self.pool.filled(step.published)
             self.pool.give_back(step.released)
@@ -257,11 +233,9 @@ class SequenceBatch:
             self.leave(request)
 
     def preempted(self) -> list[ActiveRequest]:
-        """Sequences that had pages and wait for them again."""
         return [sequence.request for sequence in self._aside if sequence.was_begun]
 
     def leave(self, request: ActiveRequest) -> None:
-        """Remove a request; outputs of a running step for it are dropped."""
         request.batch = None
         sequence = self._by_request.pop(request, None)
         self._guides.pop(request, None)
@@ -317,7 +291,6 @@ class SequenceBatch:
         return replace(call, is_open=True) if is_open else call
 
     def late_inputs(self) -> Tensors:
-        """Masks of the running step, now that the tokens it reads are known."""
         (step,) = self._started
         parts = [step.parts[number] for number in step.guided]
         seated = set(self._by_request.values())
@@ -368,7 +341,6 @@ class SequenceBatch:
         return left
 
     def _filled(self) -> None:
-        """Published pages are full, or after the running step."""
         pages, self._published = self._published, []
         if self._started:
             self._started[-1].published.extend(pages)
@@ -376,7 +348,7 @@ class SequenceBatch:
             self.pool.filled(pages)
 
     def _give_back(self, pages: Sequence[int]) -> None:
-        """Release pages; shared ones when no running step of this microbatch reads or writes them."""
+        """Shared pages are free when no running step of this microbatch reads or writes them."""
         if self._is_shared and self._started:
             self._started[-1].released.extend(pages)
         else:
@@ -392,7 +364,7 @@ class SequenceBatch:
         return self._by_request[request].read
 
     def _look(self) -> StepCall | None:
-        """Encode the next picture before its tokens are read; decoding runs between two pictures."""
+        """Encode the next picture before its tokens are read; decoding runs between two."""
         has_read, self._has_read = self._has_read, False
         if self._sight is None or (not has_read and any(s.left == 1 for s in self._begun)):
             return None
@@ -453,10 +425,9 @@ class SequenceBatch:
         return True
 
     def _budget(self, total: int) -> int:
-        """Maximum tokens of the next step: a size that is well filled.
+        """A step costs what its size costs.
 
-        A step costs what its size costs. If less than half of the difference to the next smaller size would
-        be used, the smaller size is filled and the rest waits.
+        If less than half of the difference to the next smaller size would be used, that size is filled.
         """
         for smaller, size in pairwise(self._part_sizes):
             if total <= (smaller + size) / 2:
@@ -484,13 +455,13 @@ class SequenceBatch:
         return next(size for size in sizes if size >= num)
 
     def _found(self, request: ActiveRequest) -> Tables:
-        """Cached pages of a request's prefix; its last token is always read."""
+        """The last token is always read."""
         if not self._is_caching or request.wants_prompt:
             return self.pool.find(())
         return self.pool.find(request.keys((len(request.sequence) - 1) // PAGE), self)
 
     def _begin(self, sequence: SeatedSequence) -> bool:
-        """Reserve the pages of a waiting sequence if one per other sequence is left."""
+        """One page per other sequence must be left."""
         if sequence.num_due:  # preempted while a step read its next token
             return False
         request = sequence.request
@@ -526,7 +497,7 @@ class SequenceBatch:
         sequence.passes_at = min((PAGE * (t.num_behind + 1) + t.window - 1 for t in tables), default=0)
 
     def _grow(self, sequence: SeatedSequence, end: int) -> bool:
-        """Reserve the pages of tokens up to `end`; False: there is none, or it was preempted itself."""
+        """False if there is no page, or the sequence was preempted itself."""
         while sequence.room < end and sequence.is_begun:
             if self.pool.num_free and self._num_entries < self._shape.num_page_entries:
                 sequence.append(self.pool.take())
@@ -551,10 +522,7 @@ class SequenceBatch:
         self._counts.preemptions += 1
 
     def _publish(self, sequence: SeatedSequence, end: int) -> None:
-        """Publish pages that are full up to `end`, as far as their tokens are known.
-
-        Planned steps fill them; a sequence that finds them reads them later.
-        """
+        """Planned steps fill the pages up to `end`; a sequence that finds them reads them later."""
         first, after = sequence.num_published, min(end, len(sequence.tokens)) // PAGE
         if first < after and self._is_caching:
             keys = sequence.request.keys(after)

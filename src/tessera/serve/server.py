@@ -1,9 +1,9 @@
 """HttpServer: uvicorn with limited connections and an orderly shutdown.
 
-A `Connection` passes bytes to uvicorn's parser (httptools). It is closed if its request head is late or too
-large, or its client does not read. At the limit of connections the oldest idle one is closed for a new one;
-the new one is refused only if all are busy, so idle sockets never keep out a request. Bytes are read in small
-pieces, so that no client holds the event loop for long.
+A `Connection` is closed if its request head is late or too large, or its client does not read. At the limit
+of connections the oldest idle one is closed for a new one; the new one is refused only if all are busy, so
+idle sockets never keep out a request. Bytes are read in small pieces, so that no client holds the event loop
+for long.
 
 SIGTERM or SIGINT begins the shutdown: new requests get 503, running ones have some seconds to finish and then
 end with an error. A second signal ends the server at once.
@@ -29,13 +29,12 @@ from tessera.errors import TesseraError
 from tessera.execute.processes import raise_file_limit
 from tessera.serve.limits import CONNECTION, HEAD_BYTES, HttpLimits
 
-# File descriptors besides connections: workers, files, the loop.
+# File descriptors of workers, files and the loop.
 OWN_FILES = 256
-# Connections queued by the system, and accepted at once.
+# Queued by the system, and accepted at once.
 BACKLOG, ACCEPTED_AT_ONCE = 4096, 64
-# Bytes of one connection parsed at once.
 READ_BYTES = 2**14
-# Seconds after the drain for cancelled streams to send their error.
+# For cancelled streams to send their error.
 LAST_WORDS_S = 2.0
 TOO_MANY = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -45,7 +44,7 @@ TOO_MANY = (
 class ConnectionTable:
     def __init__(self, limits: HttpLimits) -> None:
         self.limits, self.num_open = limits, 0
-        # Connections without a request, oldest first.
+        # Oldest first.
         self.idle: dict[Connection, None] = {}
         # Shared: a read is parsed before the next begins.
         self.buffer = memoryview(bytearray(READ_BYTES))
@@ -55,8 +54,6 @@ class ConnectionTable:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One limited connection; uvicorn's protocol parses and answers."""
-
     _transport: asyncio.Transport
 
     def __init__(self, table: ConnectionTable, options: dict[str, Any]) -> None:
@@ -64,13 +61,13 @@ class Connection(asyncio.BufferedProtocol):
         self._http = HttpToolsProtocol(**(options | {"app_state": {CONNECTION: self}}))
         self._idle_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
-        # Requests in progress: the next may begin before the last has returned.
+        # The next request may begin before the last has returned.
         self._num_requests = 0
         # Bytes since the last request ended.
         self.received = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # No isinstance: uvloop's transports are asyncio's by their methods only.
+        # uvloop's transports are asyncio's by their methods only.
         self._transport = transport = cast(asyncio.Transport, transport)
         self._http.connection_made(transport)
         self._table.num_open += 1
@@ -200,7 +197,7 @@ class HttpServer(uvicorn.Server):
             loop.run_until_complete(serving)
 
     def end(self) -> None:
-        """Begin the shutdown; a second call ends at once. Thread-safe."""
+        """A second call ends at once. Thread-safe."""
         if self._loop is None:
             self.should_exit = True
         elif not self._loop.is_closed():
@@ -225,7 +222,6 @@ class HttpServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM begin the shutdown; the old handlers are restored after."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -263,7 +259,7 @@ def bind(host: str, port: int) -> socket.socket:
 def check_tls(certificate: str, key: str) -> None:
     try:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
-    except (OSError, ValueError) as error:  # SSLError is an OSError
+    except (OSError, ValueError) as error:
         remedy = "Give a certificate and its key as PEM files: --tls-cert, --tls-key."
         raise TesseraError(f"cannot use the certificate: {error}", remedy, certificate) from None
 
@@ -275,7 +271,6 @@ def url_of(bound: socket.socket, scheme: str = "http") -> str:
 
 
 def allowed_connections(wanted: int) -> tuple[int, str]:
-    """Possible connections of the process, at most `wanted`, and a remark if fewer."""
     need, allowed = wanted + OWN_FILES, max(1, raise_file_limit() - OWN_FILES)
     if allowed >= wanted:
         return wanted, ""
@@ -284,7 +279,6 @@ def allowed_connections(wanted: int) -> tuple[int, str]:
 
 
 def is_loopback(host: str) -> bool:
-    """True if only this machine can connect."""
     try:
         addresses = {x[4][0] for x in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)}
     except (OSError, UnicodeError):

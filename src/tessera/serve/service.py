@@ -1,11 +1,7 @@
 """Service: answers asks with a served model; the object HTTP, tests and benchmarks use.
 
-    with Service(stepper, policies, shape, text) as service:
-        async for event in service.answer(ask): ...
-
 `answer` is thread-safe and raises `AskError`, `ServiceBusy` or `ServiceClosing` at once. The caller closes
-the stepper after the service. Every lost or returned device and every change of plans is a log line, a
-decision in the snapshot and a metrics count.
+the stepper after the service.
 """
 
 import math
@@ -30,9 +26,8 @@ from tessera.serve.sight import Sight
 from tessera.serve.text import Text
 
 AUTO = "auto"
-# Seconds for answers in progress when a service stops.
 GRACE_S = 30.0
-# Minimum monitor window: a switch waits for microbatches to empty.
+# A switch waits for microbatches to empty.
 MIN_WINDOW_S = 2.0
 # Seconds of step times before costs are judged: replanning takes a core for a while.
 COST_S = 30.0
@@ -52,13 +47,8 @@ def _monitor(capabilities: tuple[Capability, ...]) -> Monitor | None:
 
 
 class Service:
-    """Use in a `with` statement, or call `start` and `stop`.
-
-    policy          "auto": the monitor chooses among several policies
-    prefix_caching  False: compute common prefixes for each sequence
-    capabilities    of the policies; default: rehearsed
-    planner         makes new plans at run time; None: plans stay
-    log             gets one line per device or plan event
+    """`policy` "auto": the monitor chooses. `capabilities` are rehearsed by default. No `planner`: plans
+    stay.
     """
 
     def __init__(
@@ -104,7 +94,6 @@ class Service:
         return self._engine.policy
 
     def switch(self, policy: str) -> None:
-        """Plan microbatches opened from now on by this policy."""
         self._engine.switch(policy)
 
     def __enter__(self) -> "Service":
@@ -118,7 +107,7 @@ class Service:
         self._thread.start()
 
     def stop(self, grace_s: float = GRACE_S) -> bool:
-        """Refuse new asks and finish the others within the grace; True if all finished."""
+        """True if all answers finished within the grace."""
         self._engine.close(time.monotonic() + grace_s)
         if self._thread.ident is not None:
             self._thread.join()  # includes the running step, which cannot be cancelled
@@ -127,18 +116,16 @@ class Service:
 
     @property
     def failure(self) -> str:
-        """Why the service failed; empty: it has not."""
         return self._engine.failure
 
     def answer(self, ask: Ask) -> Answer:
-        """Pieces and a finish; closing the answer cancels it."""
         self._check(ask)
         request = ActiveRequest(ask, self.text.reader(), self.text.end)
         self._engine.accept(request)
         return Answer(request.buffer, lambda: self._engine.cancel(request))
 
     def _check(self, ask: Ask) -> None:
-        """Checks that depend on the model; `openai.bodies` has done the others."""
+        """Only what depends on the model; `openai.bodies` has checked the rest."""
         shape, most = self.shape, self._most_tokens
         if not ask.prompt:
             raise AskError("the prompt is empty", "Send at least one token.", "prompt")

@@ -5,8 +5,8 @@ positions (time, height, width): a picture spans its grid, and text continues af
 picture shifts the text after it by the same amount.
 
 Pictures are data URLs; nothing is fetched, because a server could reach what its clients cannot. They are
-decoded within limits, resized to the captured grid (proportions are not kept), and cut into patches as
-Qwen2-VL's processor does. A mark, which clients cannot write, stands for a picture in a turn's text.
+resized to the captured grid (proportions are not kept), and cut into patches as Qwen2-VL's processor does. A
+mark, which clients cannot write, stands for a picture in a turn's text.
 """
 
 import base64
@@ -27,22 +27,19 @@ from tessera.execute.stepper import Tensors
 from tessera.serve.records import PromptPicture
 
 GRID = grid_of(PICTURE_TOKENS)
-# Position shift of the text after a picture.
 SHIFT = max(GRID) - PICTURE_TOKENS
 # A private-use character.
 MARK = "\U0010fff1"
-# Module, extra and package.
 PILLOW = ("PIL.Image", "serve", "pillow")
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 # A decoded picture takes three bytes per pixel.
 MAX_PIXELS = 32 << 20
-# Normalisation of each colour.
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 DEVIATION = (0.26862954, 0.26130258, 0.27577711)
 
 
 def rotary(positions: npt.NDArray[np.int64], starts: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Rotary positions [3, ...] of tokens; pictures begin at `starts`."""
+    """Rotary positions [3, ...]; pictures begin at `starts`."""
     axes = np.stack([positions] * 3)
     for number, start in enumerate(starts):
         inside = positions - start
@@ -54,8 +51,6 @@ def rotary(positions: npt.NDArray[np.int64], starts: Sequence[int]) -> npt.NDArr
 
 
 class SeenPictures:
-    """The pictures of one sequence, with embeddings once encoded."""
-
     def __init__(self, pictures: Sequence[PromptPicture]) -> None:
         self._pictures = pictures
         self.starts = [picture.start for picture in pictures]
@@ -68,32 +63,27 @@ class SeenPictures:
         return None
 
     def patches_after(self, read: int) -> torch.Tensor | None:
-        """Patches to encode next, after `read` tokens."""
         self._number = self._next(read)
         return None if self._number is None else self._pictures[self._number].patches
 
     def take(self, image: torch.Tensor) -> None:
-        """Store the embeddings of the patches last requested."""
         assert self._number is not None, "patches_after was called"
         self.images[self._number] = image.reshape(PICTURE_TOKENS, -1)
 
     def bounded(self, read: int, count: int) -> int:
-        """Number of the next `count` tokens that can be read now."""
         number = self._next(read)
         return count if number is None else max(0, min(count, self.starts[number] - read))
 
 
 @dataclass(frozen=True, eq=False)
 class Sight:
-    """Vision inputs of steps besides pictures."""
-
     # Inputs of encode besides the patches.
     fixed: Tensors
     width: int
     dtype: torch.dtype
 
     def inputs(self, planned: Sequence[tuple[SeenPictures, int, int]], size: int) -> dict[str, torch.Tensor]:
-        """Inputs of a step: by sequence, its pictures, first token and number of tokens."""
+        """`planned`: pictures, first token and number of tokens by sequence."""
         image = torch.zeros((size, self.width), dtype=self.dtype)
         is_image = torch.zeros(size, dtype=torch.bool)
         places = np.zeros((3, size), dtype=np.int64)
@@ -136,11 +126,10 @@ class Eyes:
 
     @property
     def size(self) -> tuple[int, int]:
-        """(height, width) in pixels of a resized picture."""
+        """(height, width) in pixels."""
         return GRID[0] * self.merge * self.patch, GRID[1] * self.merge * self.patch
 
     def look(self, url: str) -> torch.Tensor:
-        """Patches of a picture; `AskError` if it cannot be read."""
         image = _decoded(url).resize(self.size[::-1], resample=3)  # 3: bicubic
         pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
         values = pixels.reshape(*self.size, 3).permute(2, 0, 1).to(torch.float32) / 255.0
@@ -158,7 +147,6 @@ class Eyes:
     def placed(
         self, prompt: Sequence[int], patches: Sequence[torch.Tensor]
     ) -> tuple[list[int], tuple[PromptPicture, ...]]:
-        """The prompt with the pictures' tokens in place of their marks."""
         mark = list(MARK.encode())  # tokens are bytes: only built-in vision models are served
         whole, pictures, rest = list[int](), list[PromptPicture](), list(prompt)
         for picture in patches:
@@ -174,7 +162,7 @@ class Eyes:
 
 
 def _decoded(url: str) -> Any:
-    """An RGB picture; limits are checked before decoding."""
+    """Limits are checked before decoding."""
     library = extra_module(*PILLOW)
     head, comma, data = url.partition(",")
     if not (head.startswith("data:image/") and head.endswith(";base64") and comma):

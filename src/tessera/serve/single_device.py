@@ -1,10 +1,9 @@
 """Models on one device: encoders for embeddings, and diffusers pipelines for images.
 
-They run on the first device, on a thread of this process, without plans and workers. An encoder pools the
-last hidden states as the folder's sentence-transformers files (modules.json) say; the default is the mean.
-Waiting inputs of all clients are batched, those of one request by length. A pipeline is any text-to-image
-pipeline of diffusers, built from safetensors and library classes, never from code in the folder. Requests run
-one after another; a client that disconnects stops its image at the next step.
+They run on a thread of this process, without plans and workers. An encoder pools the last hidden states as
+the folder's sentence-transformers files (modules.json) say; the default is the mean. Waiting inputs of all
+clients are batched, those of one request by length. A pipeline is built from safetensors and library classes,
+never from code in the folder. A client that disconnects stops its image at the next step.
 
 Not handled: modules after pooling other than Normalize, generating models as encoders, image editing, video
 and sound.
@@ -35,9 +34,7 @@ from tessera.errors import ArtifactError, AskError, ServiceBusy, ServiceClosing,
 from tessera.ir import Step
 from tessera.serve.records import Ask, DeviceView, Events, ImageDraft, Snapshot
 
-# Maximum inputs and padded tokens of a batch.
 MAX_ROWS, MAX_PADDED = 64, 8192
-# Maximum waiting inputs, and image requests.
 MAX_INPUTS, MAX_REQUESTS = 2**16, 64
 # Larger values mean that a tokenizer has no limit.
 NO_LIMIT = 2**20
@@ -48,29 +45,23 @@ POOLINGS = ("mean", "cls", "max", "lasttoken")
 class WaitingInput:
     value: Any
     future: "Future[Any]" = field(default_factory=Future)
-    # True if the client has gone.
     is_gone: bool = False
 
 
 class SingleDeviceModel(Protocol):
-    """An encoder or a pipeline."""
-
     device: str
     makes: str
     max_waiting: int
 
-    def length(self, value: Any) -> int:
-        """Tokens of an input; inputs of one request are sorted by it."""
+    def length(self, value: Any) -> int: ...
 
-    def fits(self, batch: Sequence[Any]) -> bool:
-        """True if these inputs can be one batch."""
+    def fits(self, batch: Sequence[Any]) -> bool: ...
 
-    def run(self, batch: Sequence[Any], is_gone: Callable[[], bool]) -> Sequence[Any]:
-        """One output per input."""
+    def run(self, batch: Sequence[Any], is_gone: Callable[[], bool]) -> Sequence[Any]: ...
 
 
 class SingleDeviceService:
-    """Batches waiting inputs on one thread; callable from any event loop. Use in a `with` statement."""
+    """Callable from any event loop."""
 
     failure = ""
 
@@ -90,7 +81,7 @@ class SingleDeviceService:
         self.stop()
 
     def stop(self, grace_s: float = 0.0) -> None:
-        """Refuse new and waiting inputs; wait for the running batch."""
+        """Waits for the running batch."""
         with self._lock:
             self._is_closed = True
             for one in self._waiting:
@@ -102,7 +93,7 @@ class SingleDeviceService:
         return sum(not one.is_gone for one in list(self._waiting))
 
     async def compute(self, inputs: Sequence[Any]) -> list[Any]:
-        """One output per input. Cancelling drops waiting inputs and stops an image at its next step."""
+        """Cancelling drops waiting inputs and stops an image at its next step."""
         added, most = [WaitingInput(value) for value in inputs], self.model.max_waiting
         with self._lock:
             if self._is_closed:
@@ -175,20 +166,16 @@ class PoolingModule(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """How token states become one vector."""
-
     mode: str = "mean"
     is_normal: bool = False
-    # Maximum tokens of an input; None: the model's positions.
+    # None: the model's positions.
     max_tokens: int | None = None
-    # Prefix of every text.
     prompt: str = ""
-    # Lengths a vector may be cut to; empty: none; 0: any.
+    # Lengths a vector may be cut to; 0: any.
     sizes: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, folder: Path) -> "Pooling":
-        """Settings of a folder; `ArtifactError` for what is not handled."""
         mode, is_normal = "mean", False
         for module in _modules(folder)[1:]:
             if module.kind == "Pooling":
@@ -259,7 +246,6 @@ class Encoder:
 
     @classmethod
     def open(cls, model: str, device: str = "cpu", random_weights: bool = False) -> "Encoder":
-        """The encoder of a folder, without its head."""
         folder = place_of(model)
         module = build(Step(folder, "call", 1, 8, random_weights=random_weights)).module.base_model
         encoder = cls(module, Pooling.of(Path(folder)), device)
@@ -268,7 +254,7 @@ class Encoder:
         return encoder
 
     def _positions(self, config: Any) -> int:
-        """Number of positions; some models start counting after the padding index."""
+        """Some models count positions from after the padding index."""
         most = int(getattr(config, "max_position_embeddings", NO_LIMIT))
         layer = getattr(getattr(self._module, "embeddings", None), "position_embeddings", None)
         skipped = getattr(layer, "padding_idx", None)
@@ -295,12 +281,11 @@ class Encoder:
 
 
 def cut(vector: torch.Tensor, size: int | None) -> torch.Tensor:
-    """Vector cut to `size` numbers and normalised again; None: unchanged."""
     return vector if size is None else torch.nn.functional.normalize(vector[:size], dim=-1)
 
 
 def embeds(model: str) -> bool:
-    """True for a folder of an encoder: reads text and cannot generate."""
+    """True for an encoder: it reads text and cannot generate."""
     folder = Path(place_of(model))
     if not (folder / "config.json").exists() or steps_of_model(model) != ("call",):
         return False
@@ -345,7 +330,6 @@ class TextToImage:
         return [self.generate(draft, is_gone) for draft in batch]
 
     def generate(self, draft: ImageDraft, is_gone: Callable[[], bool]) -> list[bytes]:
-        """Images of a request, one after another; `AskError` for unsupported options."""
         options: dict[str, Any] = {name: value for name, value in draft.options.items() if value is not None}
         for name in options:
             if name not in self._takes:
@@ -390,7 +374,6 @@ def makes_images(model: str) -> bool:
 
 
 def check_parts(folder: Path) -> None:
-    """Raise unless all listed parts of the pipeline exist."""
     listed = read_json(folder / PIPELINE)
     parts = [name for name, value in listed.items() if isinstance(value, list) and value and value[0]]
     missing = [name for name in parts if not (folder / name).is_dir()]

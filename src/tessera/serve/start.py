@@ -1,10 +1,6 @@
 """started: from a model's name to a running service with its HTTP application.
 
-    with started("tiny-llama", cluster) as running:
-        running.app, running.service
-
-Joins plans (`planning`, `gpu`), workers, text, engine and HTTP. Encoders and pipelines are served on the
-first device, without plans and workers (`single_device`).
+Encoders and pipelines are served on the first device, without plans and workers (`single_device`).
 """
 
 import time
@@ -36,48 +32,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServeOptions:
-    # Name for clients; empty: the model's name, or the last part of its folder.
+    # For clients; empty: the model's name, or the last part of its folder.
     name: str = ""
     spec: ServeSpec = field(default_factory=ServeSpec)
-    # Transport between workers; see `execute.transport`.
     transport: str = "auto"
     max_waiting: int = 1024
-    # False: compute common prefixes for each sequence.
     prefix_caching: bool = True
     keys: tuple[str, ...] = ()
-    # True if it listens on loopback only.
     is_local: bool = True
     limits: HttpLimits = field(default_factory=HttpLimits)
-    # Folder of kept plans; None: always plan.
+    # None: always plan.
     kept: Path | None = None
-    # Groups to serve by; None: planned at the start.
+    # None: planned at the start.
     plan: ServicePlan | None = None
-    # Path of the server behind a proxy, as /llm.
+    # Behind a proxy, as /llm.
     root_path: str = ""
-    # Chat template in place of the folder's.
     chat_template: str = ""
-    # True to take sampling defaults from generation_config.json.
+    # From generation_config.json.
     has_sampling_defaults: bool = True
-    # Gets a line for every event of a device or plan.
     log: Callable[[str], None] = say
-    # OTLP endpoint of traces; empty: none.
     traces: str = ""
 
 
 @dataclass(frozen=True)
 class RunningService:
-    # Name, and output kind if not text.
     title: str
     service: "Service | SingleDeviceService"
     app: "FastAPI"
-    # Lines for planned models: choice, expected rate, gain of one more device, seconds of the start.
     summary: tuple[str, ...]
-    # Facts for `--json`.
     facts: dict[str, Any]
 
 
 class Phases:
-    """Seconds of a start by the first word of each line of its progress, which goes on to `advance`."""
+    """Seconds of a start by the first word of each line of progress."""
 
     def __init__(self, advance: Callable[[str], None]) -> None:
         self._advance, self._name, self._last_s = advance, "opening", time.perf_counter()
@@ -107,10 +94,7 @@ def started(
     hub: MakeHub | None = None,
     advance: Callable[[str], None] = lambda what: None,
 ) -> Iterator[RunningService]:
-    """Plan, start workers, and stop them at the end.
-
-    `hub` connects workers that are not processes of this machine; `advance` gets a line before each stage.
-    """
+    """`hub` connects workers of other machines."""
     options = options or ServeOptions()
     name = options.name or (Path(model).name if Path(model).is_dir() else model)
     with ExitStack() as stack:
@@ -226,11 +210,8 @@ def _single_device(
     return RunningService(f"{name} ({makes})", service, app, (), facts)
 
 
-# Figures are of the rehearsal, at full load. One more card counts as a copy of the service behind a router.
-
-
 def lines_of(prepared: Prepared) -> tuple[str, str, str]:
-    """Choice, expected figures, and gain of one more card."""
+    """By the rehearsal, at full load. One more card counts as a copy of the service behind a router."""
     plan = prepared.policies[0]
     return _chosen(prepared, plan), _expected(plan), _one_more(plan)
 

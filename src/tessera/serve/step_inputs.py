@@ -1,7 +1,6 @@
 """One seated sequence, and the input tensors of a step that reads some tokens of some sequences.
 
-A token that the running step has yet to choose is named by its row in that step's outputs. Inputs are views
-of one set of buffers, which `StepInputs.fill` writes anew for each step.
+Inputs are views of one set of buffers, which `StepInputs.fill` writes anew for each step.
 """
 
 from collections.abc import Sequence
@@ -21,16 +20,14 @@ from tessera.serve.records import Shape, step_name
 from tessera.serve.sampling import Choice, ChoiceInputs
 from tessera.serve.sight import SeenPictures, Sight
 
-# (output row, request).
 OutputRows = Sequence[tuple[int, ActiveRequest]]
 
 
 @dataclass(frozen=True)
 class Steps:
-    # Step size in tokens -> step number.
+    # Size in tokens -> number.
     number: dict[int, int]
     encode: int | None
-    # By step number: (kind, tokens), and input names.
     names: tuple[str, ...]
     inputs: tuple[frozenset[str], ...]
 
@@ -43,7 +40,7 @@ class Steps:
         return Steps(number, encode, tuple(step_name(trace.step) for trace in traces), tuple(inputs))
 
     def call(self, microbatch: int, number: int, inputs: Tensors, skips: tuple[str, ...] = ()) -> StepCall:
-        """A call with the inputs the step has; all inputs if none are recorded."""
+        """If a step's inputs are not recorded, it gets all."""
         names = self.inputs[number]
         given = {name: tensor for name, tensor in inputs.items() if name in names} if names else inputs
         return StepCall(microbatch, number, given, skips)
@@ -56,7 +53,7 @@ class PageTable:
         self.window, self.num_pages = window, len(found)
         self.pages = np.zeros(max(8, 2 * len(found)), dtype=np.int32)
         self.pages[: len(found)] = found
-        # Number of leading pages behind the window; the table has 0 in their place.
+        # Leading pages behind the window, which are 0 in the table.
         self.num_behind = self.num_pages - int(np.count_nonzero(found))
 
     @property
@@ -64,7 +61,7 @@ class PageTable:
         return self.pages[self.num_behind : self.num_pages]
 
     def pass_by(self, read: int) -> list[int]:
-        """Release and return the pages that the next token does not see."""
+        """Release the pages that the next token does not see."""
         first, after = self.num_behind, max(self.num_behind, first_seen(read, self.window))
         passed: list[int] = self.pages[first:after].tolist()
         self.pages[first:after] = 0
@@ -79,36 +76,29 @@ class PageTable:
 
 
 class SeatedSequence:
-    """A request in a microbatch: tokens read, and pages."""
-
     def __init__(
         self, request: ActiveRequest, turn: int, row: int, seen: SeenPictures | None, can_give: bool
     ) -> None:
         self.request, self.turn, self.row, self.seen = request, turn, row, seen
-        # Whether masks may be given after a step is ordered.
         self._can_give = can_give
-        # The request's own list.
         self.tokens = request.sequence
         # Tokens to read here, if it answers elsewhere.
         self.stop: int | None = None
-        # Whether it has pages, and whether it ever had.
         self.is_begun = self.was_begun = False
-        # Tokens read, including those of running steps.
+        # Includes those of running steps.
         self.read = 0
         # Running steps that read it; tokens that they will output, and the output row of the newest.
         self.num_running = self.num_due = self.ahead = 0
-        # Published pages, and pages needed while waiting.
         self.num_published = self.num_wanted = 0
-        # By group; tokens for which all of them have pages, and after which pages lie behind a window.
+        # Tokens for which all tables have pages, and after which pages lie behind a window.
         self.tables: list[PageTable] = []
         self.room = self.passes_at = 0
-        # Tokens not read by ended steps (but for an answer's newest), and predicted tokens of its answer.
+        # Tokens that ended steps have not read, but for an answer's newest; predicted tokens of the answer.
         self.unread = self.unanswered = 0
 
     @property
     def left(self) -> int:
-        """Tokens to read here, not counting the last of an answer; none while it waits for a running step or
-        a mask."""
+        """0 while it waits for a running step or a mask."""
         if self.request.can_wait:
             guide = self.request.pick.guide
             is_masked = guide is None or self.num_due > 0 or guide.is_ready
@@ -133,7 +123,7 @@ class SeatedSequence:
         return self.num_due > 0 and self.request.num_out + self.num_due >= self.request.ask.max_tokens
 
     def next_tokens(self, count: int) -> list[int]:
-        """Next tokens to read; -1 - row stands for the running step's output in that row."""
+        """-1 - row stands for the running step's output in that row."""
         found = self.tokens[self.read : self.read + count]
         return found if len(found) == count else [*found, -1 - self.ahead]
 
@@ -150,7 +140,7 @@ class SeatedSequence:
 
     @property
     def pages(self) -> list[list[int]]:
-        """Page tables by group, 0 behind a window."""
+        """0 behind a window."""
         return [table.pages[: table.num_pages].tolist() for table in self.tables]
 
     def begin(self, windows: Sequence[int], found: Tables, read: int, num_published: int) -> None:
@@ -159,7 +149,6 @@ class SeatedSequence:
         self.room, self.passes_at = min(PAGE * table.num_pages for table in self.tables), 0
 
     def append(self, page: int) -> None:
-        """A page for the shortest table."""
         min(self.tables, key=lambda table: table.num_pages).append(page)
         self.room = min(PAGE * table.num_pages for table in self.tables)
 
@@ -198,7 +187,7 @@ class StepInputs:
         return {name: torch.from_numpy(view) for name, view in views.items()}
 
     def fill(self, planned: "list[Part]", size: int) -> Tensors:
-        """Inputs of a step of this size without masks: sequences packed, or one per row."""
+        """Inputs without masks."""
         tokens: list[int] = []
         for sequence, count, _ in planned:
             tokens += sequence.next_tokens(count)
@@ -264,7 +253,7 @@ class StepInputs:
 class Part(NamedTuple):
     sequence: SeatedSequence
     num_tokens: int
-    # True if its next token is an output of this step.
+    # Its next token is an output of this step.
     is_due: bool
 
     def row_in(self, shape: Shape, number: int) -> int:
@@ -272,7 +261,6 @@ class Part(NamedTuple):
 
     @property
     def guide(self) -> Guide | None:
-        """The grammar that its next token follows."""
         request = self.sequence.request
         return request.pick.guide if self.is_due and not request.wants_prompt else None
 
@@ -280,17 +268,15 @@ class Part(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class StartedStep:
     parts: list[Part]
-    # True if the next step can be planned while it runs.
     can_follow: bool
-    # Parts with a grammar, whose masks are given later.
+    # Parts whose masks are given later.
     guided: list[int]
-    # Published pages that it fills; pages that sequences gave back while it ran.
+    # Pages that it fills; pages given back while it ran.
     published: list[int]
     released: list[int] = field(default_factory=list)
 
 
 def skipped_outputs(planned: list[Part]) -> tuple[str, ...]:
-    """Outputs that no sequence asks for."""
     is_due = has_logprobs = False
     for part in planned:
         request = part.sequence.request

@@ -2,11 +2,9 @@
 
 A language model has one kind of step, some tokens of some sequences (`capture.models.paged`), in a few sizes
 over the same pages; a vision-language model has encode steps too. Each size is captured, planned and made a
-graph, so sizes are few: up to `rows` tokens for decoding alone, and larger ones with prompt chunks, each four
-times the one below.
+graph, so sizes are few.
 
-Not handled: other models, and folders of vision-language models, whose templates place pictures in different
-ways.
+Not handled: folders of vision-language models, whose templates place pictures in different ways.
 """
 
 from collections.abc import Sequence
@@ -30,27 +28,25 @@ from tessera.serve.pages import modest_bytes, pages_for
 from tessera.serve.records import ServeSpec, Shape
 from tessera.serve.sight import Eyes, Sight, sight_of
 
-# Tokens of the largest step on a CPU.
+# On a CPU.
 MAX_BATCH_TOKENS = 128
-# Sequence length of a model without a limit.
+# For a model without a limit.
 CAPACITY = 32_768
-# Sequences of a microbatch that are chosen by memory. More cost graphs and are asked for.
+# Sequences of a microbatch, where memory chooses; more cost graphs.
 MIN_ROWS, MAX_ROWS = 8, 256
-# Ratio of step sizes, and the smallest size on a CPU, where padding costs as much as tokens.
+# Ratio of step sizes; smallest on a CPU, where padding costs as much as tokens.
 RATIO, MIN_SIZE = 4, 8
-# The smallest size with packed weights, whose products cost more for more rows, on any device.
+# Smallest size with packed weights, whose products cost more for more rows, on any device.
 PACKED_SIZE = 16
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The steps of one model, in the order of the work unit."""
-
     model: str
     shape: Shape
-    # By size; before them encode, if the model has it.
+    # By size, after encode.
     workloads: tuple[Workload, ...]
-    # Why every step has one token of each sequence; empty if tokens are packed.
+    # Why every step has one token of each sequence.
     reason: str = ""
 
     @property
@@ -66,7 +62,6 @@ class ServedModel:
 
     @property
     def sight(self) -> Sight | None:
-        """None for text-only models."""
         return None if self.encode is None else sight_of(self.encode, self.workloads[-1])
 
     def senses(self) -> tuple[Sight, Eyes] | None:
@@ -74,7 +69,6 @@ class ServedModel:
         return None if encode is None or sight is None else (sight, Eyes.of(encode))
 
     def resized(self, group: Group) -> "ServedModel":
-        """The steps of a group of a plan, over the same weights."""
         last, planned = self.workloads[-1], group.plan.graphs[-1].trace.step
         shape = self.shape.of_group(group)
         first = replace(last.step, reserve=group.pool_tokens, rows=group.sequences, length=planned.length)
@@ -91,7 +85,7 @@ def served(
     room_bytes: Sequence[float] = (),
     pool_bytes: float | None = None,
 ) -> ServedModel:
-    """Build a model (a built-in name or a checkpoint folder) for serving.
+    """`model`: a built-in name or a checkpoint folder.
 
     A model with more than `max_bytes` of weights is refused before it is built. Unless the spec has the pool
     size, pages take what the weights leave of `room_bytes` (memory by device), at most `pool_bytes` per
@@ -104,7 +98,6 @@ def served(
     place = place_of(model)
     if max_bytes is not None:
         _check_bytes(model, weight_bytes(place), max_bytes)
-    # Built once for the smallest step: the configuration tells how state is kept.
     smallest = smallest_step(place, spec)
     first = build(smallest)
     config: Any = getattr(first.module, "config", None)
@@ -130,7 +123,7 @@ def served(
     pool_tokens = PAGE * pages_for(pool_tokens)
     length = min(size, spec.load.prompt_tokens + spec.load.output_tokens // 2)
     pages = replace(smallest, reserve=pool_tokens, rows=rows, length=length)
-    if layout == DENSE:  # maximum tokens of a row
+    if layout == DENSE:
         size = min(size, num_dense(first.module, pages))
         if capacity is not None and size < capacity:
             message = f"with {pool_tokens} tokens in pages, {rows} sequences of {model} have at most {size}"
@@ -159,10 +152,7 @@ def _check_counts(spec: ServeSpec) -> None:
 
 
 def _rows(first: Workload, spec: ServeSpec, room: float, windows: Sequence[int], step: int) -> int:
-    """Sequences of a microbatch: a power of two for which there is memory if each is one of the load.
-
-    One of them reads its prompt, the others answer.
-    """
+    """A power of two for which there is memory if one sequence reads its prompt and the others answer."""
     rows, length = MAX_ROWS, spec.load.prompt_tokens + spec.load.output_tokens
     reading, answering = (max_pages(length, windows, size) for size in (step, 1))
     while rows > MIN_ROWS:
@@ -181,7 +171,7 @@ def _length(model: str, asked: int | None, positions: int | None) -> int:
 
 
 def sizes_of(rows: int, max_batch_tokens: int, is_flat: bool, min_size: int = MIN_SIZE) -> tuple[int, ...]:
-    """Step sizes in tokens, ascending: up to `rows`, and larger ones where prompts are chunked.
+    """Ascending: up to `rows`, and larger ones where prompts are chunked.
 
     Except the largest of both groups, sizes are at least `min_size` and 2 * `min_size`. With a minimum of one
     there is a step for a single token: padding would choose experts of its own.
@@ -204,7 +194,7 @@ def _power(size: int) -> int:
 
 
 def _room(first: Workload, room_bytes: Sequence[float]) -> float:
-    """Bytes for state: beside all weights on any device, or half of an even share if split."""
+    """Room beside all weights on any device, or half of an even share if split."""
     if not room_bytes:
         return float("inf")
     weights = sum(tensor.nbytes for tensor in first.weights().values())
@@ -212,7 +202,7 @@ def _room(first: Workload, room_bytes: Sequence[float]) -> float:
 
 
 def _bytes_of_state(first: Workload, rows: int) -> tuple[float, int]:
-    """Bytes per token in pages, and fixed bytes of a microbatch."""
+    """Per token in pages, and fixed for a microbatch."""
     sizes = []
     for pages in (rows + 1, rows + 3):  # every sequence has one
         step = replace(first.step, batch=rows, context=rows, reserve=pages * PAGE)
@@ -222,16 +212,12 @@ def _bytes_of_state(first: Workload, rows: int) -> tuple[float, int]:
 
 
 def state_bytes(workload: Workload) -> int:
-    """State of one microbatch, without allocating it."""
     with torch.device("cpu"), FakeTensorMode(allow_non_fake_inputs=True):
         return sum(tensor.nbytes for tensor in workload.make_state(0).values())
 
 
 def for_cpu(model: ServedModel) -> ServedModel:
-    """Store linear weights transposed, the fastest layout on a CPU for a few rows; no value changes.
-
-    Packed weights, and those shared with an embedding, keep their layout.
-    """
+    """Transposed linear weights are fastest on a CPU for a few rows; no value changes."""
     modules = list(model.workloads[-1].module.modules())
     looked_up = {m.weight.data_ptr() for m in modules if isinstance(m, torch.nn.Embedding)}
     weights = [m.weight for m in modules if isinstance(m, torch.nn.Linear)]
@@ -243,7 +229,7 @@ def for_cpu(model: ServedModel) -> ServedModel:
 
 
 def for_host(model: ServedModel) -> ServedModel:
-    """Store experts' weights by output columns, as linear weights are: a CPU multiplies few rows faster."""
+    """By output columns, a CPU multiplies few rows of experts faster."""
     for module in model.workloads[-1].module.modules():
         if getattr(module, "is_transposed", False):
             for weight in module.parameters(recurse=False):
@@ -253,7 +239,6 @@ def for_host(model: ServedModel) -> ServedModel:
 
 
 def weight_bytes(place: str) -> int:
-    """Bytes of a model's weights without loading them: from a folder's files or the configuration."""
     if Path(place).is_dir() and (files := checkpoint.weight_bytes(Path(place))):
         return files
     with torch.device("meta"):
@@ -281,5 +266,4 @@ def refuse_sight(model: ServedModel) -> None:
 
 
 def servable_models() -> list[str]:
-    """Built-in models that can be served by steps."""
     return [name for name, steps in known_models().items() if "decode" in steps]

@@ -28,22 +28,19 @@ from jinja2.nodes import Node, Scope
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Time limit of one conversation; common templates take a millisecond.
+# Common templates take a millisecond.
 LIMIT_S = 5.0
-# After which the process ends itself.
 ALARM_S = 6
-# Memory limit of the process; Python and jinja2 take a tenth.
+# Python and jinja2 take a tenth.
 MEMORY_BYTES = 768 * 2**20
 DIED = f"its process died; it may use {MEMORY_BYTES >> 20} MiB of memory"
 MAX_CHARS = 8 * 2**20
 ERROR_CHARS = 500
-# Variables for the loader to find Python's libraries.
+# For the loader to find Python's libraries.
 KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "TZ")
 
 
 class ChatTemplate:
-    """Thread-safe; renders one conversation at a time."""
-
     def __init__(self, template: str) -> None:
         self._template, self._lock = template, threading.Lock()
         self._child, self._pipe = self._start()
@@ -55,14 +52,13 @@ class ChatTemplate:
 
         raw = msgspec.json.encode(variables)
         with self._lock:
-            # Another one, in case the process was killed from outside.
+            # Twice, in case the process was killed from outside.
             answer = self._exchange(raw) or self._exchange(raw) or {"error": DIED}
         if "error" in answer:
             raise AskError(f"the model's chat template refuses this: {answer['error']}", "", "messages")
         return str(answer["text"])
 
     def _exchange(self, raw: bytes) -> dict[str, Any]:
-        """The answer of the process; empty if it died."""
         import msgspec
 
         if self._child.poll() is not None:
@@ -98,9 +94,6 @@ def _end(child: subprocess.Popen[bytes], pipe: Connection) -> None:
     pipe.close()
     child.kill()
     child.wait()
-
-
-# The process.
 
 
 class GenerationTag(Extension):
@@ -146,7 +139,7 @@ def _rendered(template: jinja2.Template, variables: dict[str, Any]) -> str:
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """The environment that Hugging Face templates expect."""
+    """As Hugging Face templates expect it."""
     sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
     )

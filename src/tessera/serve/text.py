@@ -1,14 +1,10 @@
 """Text: conversion between text and tokens.
 
-    text.encode, text.chat        prompt or conversation -> tokens; cut if too long
-    text.reader()                 tokens, some at a time -> final text
-    open_text(model)              text of a folder, or bytes for a built-in model
-
-Built-in models have no tokenizer: their tokens are the 256 bytes, begin (256) and end (257); other tokens
-show as their number. A folder's tokenizer and chat template are read with transformers, from local files
-only, without running its code. A client's text cannot become a special token; special tokens do not show in
-an answer. With tokenizers that are not byte-level a token's text can depend on those before it, so a window
-of the newest tokens is decoded; text that may still change is held back.
+Tokens of built-in models are the 256 bytes, begin (256) and end (257); other tokens show as their number. A
+folder's tokenizer and chat template are read from local files only, without running its code. A client's text
+cannot become a special token; special tokens do not show in an answer. With tokenizers that are not
+byte-level a token's text can depend on those before it, so a window of the newest tokens is decoded; text
+that may still change is held back.
 """
 
 import codecs
@@ -24,31 +20,28 @@ from tessera.errors import ArtifactError, AskError, TesseraError, extra_module
 from tessera.serve.templates import ChatTemplate
 
 BEGIN, END = 256, 257
-# Turns of chat templates: "role", "content", "tool_calls" and "tool_call_id".
 Messages = Sequence[Mapping[str, Any]]
-# Tools in OpenAI's form.
+# In OpenAI's form.
 Tools = Sequence[Mapping[str, Any]]
-# Variables of a chat template, and the two of them that other text reads too.
 Variables = Mapping[str, Any]
 NO_VARIABLES: Variables = {}
 GENERATES, CONTINUES = "add_generation_prompt", "continue_final_message"
-# Sampling parameters of generation_config.json that requests may leave out.
+# Requests may leave them out.
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-# Longer texts are tokenised in pieces first, so that one far too long is not read to its end.
+# Longer texts are tokenised in pieces, so that one far too long is not read to its end.
 PIECE_CHARS = 2**14
 NO_LIMIT = 2**62
 UNSURE = "\ufffd"
-# Maximum U+FFFD of an incomplete UTF-8 character.
+# For an incomplete UTF-8 character.
 MAX_UNSURE = 3
 # Tokens decoded without releasing the interpreter lock.
 FEW_TOKENS = 1024
-# Maximum tokens of a window without a complete character at its end, and tokens added to it at once.
+# Tokens of a window without a complete character at its end; tokens added at once.
 MAX_WINDOW, AT_ONCE = 32, 8
-# Private-use characters in place of special tokens while a template is rendered.
+# In place of special tokens while a template is rendered.
 FIRST, LAST = "\U00100000", "\U0010fffd"
 MARKS = re.compile(f"[{FIRST}-{LAST}]")
 MAX_WORDS = ord(LAST) - ord(FIRST) + 1
-# Byte fallback tokens, and the space of some tokenizers.
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 SPACE = "\u2581"
 # Letter -> byte of byte-level tokenizers: itself if printable, else from 256 on.
@@ -58,40 +51,29 @@ LETTERS = {chr(b): b for b in PRINTED} | {chr(256 + i): b for i, b in enumerate(
 
 
 class Reader(Protocol):
-    """Converts the tokens of one answer."""
-
     def feed(self, tokens: Sequence[int]) -> str:
-        """The text that has become final."""
+        """Text that has become final."""
 
     def flush(self) -> str:
-        """The rest, at the end of the answer; once."""
+        """The rest, once."""
 
 
 class Text(Protocol):
-    """The text side of one model."""
-
-    # Tokens that end an answer.
     end: tuple[int, ...]
 
     def encode(self, text: str, most: int = NO_LIMIT, adds: bool = True) -> list[int]:
-        """Tokens of a prompt, with the begin token if `adds`; the rest beyond `most` may be left out."""
+        """Text beyond `most` tokens may be left out."""
 
     def chat(
         self, messages: Messages, tools: Tools = (), most: int = NO_LIMIT, variables: Variables = NO_VARIABLES
-    ) -> list[int]:
-        """Tokens of a conversation up to its answer; `most` as above.
+    ) -> list[int]: ...
 
-        `variables` of the chat template; "continue_final_message" leaves the last message open.
-        """
+    def reader(self) -> Reader: ...
 
-    def reader(self) -> Reader:
-        """A reader for one answer."""
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of all tokens."""
+    def decode(self, tokens: Sequence[int]) -> str: ...
 
     def token_bytes(self, token: int) -> bytes:
-        """Bytes of one token, possibly incomplete characters."""
+        """Possibly incomplete characters."""
 
 
 class ByteText:
@@ -103,7 +85,6 @@ class ByteText:
     def chat(
         self, messages: Messages, tools: Tools = (), most: int = NO_LIMIT, variables: Variables = NO_VARIABLES
     ) -> list[int]:
-        """One turn per line, closed by an end token."""
         turns = [{"role": "tools", "content": json.dumps(tools)}] if tools else []
         tokens = [BEGIN]
         for message in (*turns, *messages):
@@ -124,14 +105,13 @@ class ByteText:
         return b"".join(map(self.token_bytes, tokens)).decode(errors="replace")
 
     def token_bytes(self, token: int) -> bytes:
-        """One byte; nothing for begin and end; the number of any other token."""
         if token < BEGIN:
             return bytes([token])
         return b"" if token <= END else b"<%d>" % token
 
 
 class ByteReader:
-    """Decodes UTF-8 as bytes come; invalid bytes become U+FFFD."""
+    """Invalid bytes become U+FFFD."""
 
     __slots__ = ("_decoder", "_token_bytes")
 
@@ -143,7 +123,6 @@ class ByteReader:
         return self._decoder.decode(b"".join(map(self._token_bytes, tokens)))
 
     def flush(self) -> str:
-        """U+FFFD for an incomplete character."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -169,10 +148,9 @@ def within(encode: Callable[[str], list[int]], text: str, most: int) -> list[int
 
 
 class StopWatch:
-    """Finds stop strings in an answer, piece by piece.
+    """An answer ends where the first stop string is complete; the longest one counts and is not part of it.
 
-    An answer ends where the first stop string is complete; the longest one counts and is not part of the
-    answer. Text that may become one is held back.
+    Text that may become one is held back.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -181,7 +159,6 @@ class StopWatch:
         self.is_stopped = False
 
     def feed(self, text: str) -> str:
-        """Text that is now part of the answer."""
         if self.is_stopped or not text:
             return ""
         seen = self._held + text
@@ -195,7 +172,6 @@ class StopWatch:
         return seen[:cut]
 
     def skip(self, text: str) -> str:
-        """Text after held-back text, without a search."""
         held, self._held = self._held, ""
         return held + text
 
@@ -204,7 +180,7 @@ class StopWatch:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of the text that is a prefix of the stop string."""
+    """The longest suffix of the text that is a prefix of the stop string."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length
@@ -212,8 +188,6 @@ def overlap(text: str, stop: str) -> int:
 
 
 class FolderText:
-    """Text by a folder's tokenizer and chat template."""
-
     def __init__(self, folder: Path, template: str = "") -> None:
         with _reported(folder):
             tokenizer = _read(folder)
@@ -228,7 +202,7 @@ class FolderText:
                 template = str(tokenizer.get_chat_template())
         self._template = ChatTemplate(template) if template else None
         self._variables = {"tools": None, "documents": None, GENERATES: True, **named}
-        # Words of special tokens, longest first, and their marks.
+        # Longest first.
         self._words = words[:MAX_WORDS]
         self._marks = {word: chr(ord(FIRST) + number) for number, word in enumerate(self._words)}
         self._marked = _marked(self._words)
@@ -255,7 +229,6 @@ class FolderText:
         return tokens
 
     def _mark(self, value: Any) -> Any:
-        """Replace words of special tokens by their marks."""
         if isinstance(value, str):
             return self._marked.sub(lambda match: self._marks.get(match.group(), UNSURE), value)
         if isinstance(value, Mapping):
@@ -291,11 +264,10 @@ class FolderText:
 
 
 class FastTokenizer:
-    """A tokenizer of `tokenizers`. Thread-safe."""
+    """Thread-safe."""
 
     def __init__(self, written: str) -> None:
-        # Batch methods release the interpreter lock. Special words are a setting of a whole tokenizer, so
-        # there are two.
+        # Batch methods release the interpreter lock. Special words are a setting of a whole tokenizer: two.
         self._special, self._plain = self._read(written), self._read(written)
         self._plain.encode_special_tokens = True
         self.size = self._special.get_vocab_size(with_added_tokens=True)
@@ -317,14 +289,14 @@ class FastTokenizer:
         return tokenizer
 
     def encode(self, text: str, adds: bool, plain: bool) -> list[int]:
-        """Tokens of a text; `adds` the begin token; `plain`: no special tokens."""
-        text.encode()  # the library's message about half a surrogate pair is no better
+        """`plain`: no special tokens."""
+        text.encode()  # raises for half a surrogate pair
         tokenizer = self._plain if plain else self._special
         ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=adds)[0].ids
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        if len(tokens) <= FEW_TOKENS:  # the usual window of an answer: faster with the lock
+        if len(tokens) <= FEW_TOKENS:  # faster with the lock
             return str(self._special.decode(tokens))
         return str(self._special.decode_batch([tokens])[0])
 
@@ -340,8 +312,6 @@ class FastTokenizer:
 
 
 class SlowTokenizer:
-    """Any other tokenizer of transformers."""
-
     is_bytes, special = False, ()
 
     def __init__(self, tokenizer: Any) -> None:
@@ -364,14 +334,12 @@ class SlowTokenizer:
 
 
 class WindowReader:
-    """Decodes a window of the newest tokens."""
-
     __slots__ = ("_given", "_num_old", "_text", "_window")
 
     def __init__(self, text: FolderText) -> None:
         self._text = text
         self._window: list[int] = []
-        # Context tokens of the window; characters of its text already returned.
+        # Context tokens; characters already returned.
         self._num_old = self._given = 0
 
     def feed(self, tokens: Sequence[int]) -> str:
@@ -409,7 +377,7 @@ def _read(folder: Path) -> Any:
 
 
 def _open_end(text: str, said: str) -> str:
-    """A conversation without what its template writes after the last message."""
+    """Without what the template writes after the last message."""
     start = text.rfind(said) if said in text else text.rfind(said.strip())
     if start < 0:
         remedy = "Leave continue_final_message out."
@@ -418,7 +386,7 @@ def _open_end(text: str, said: str) -> str:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Split a text at its marks one by one: `re.split` would hold the interpreter lock."""
+    """`re.split` would hold the interpreter lock."""
     start = 0
     for match in MARKS.finditer(text):
         yield text[start : match.start()]
@@ -428,7 +396,7 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def _marked(words: Sequence[str]) -> re.Pattern[str]:
-    """Matches special words and marks; fast where there are none."""
+    """Fast where there are no special words."""
     stand_in = f"{FIRST}-{LAST}"
     first = stand_in + "".join(re.escape(letter) for letter in sorted({word[0] for word in words}))
     return re.compile(f"(?=[{first}])(?:{'|'.join([f'[{stand_in}]', *map(re.escape, words)])})")
@@ -436,7 +404,6 @@ def _marked(words: Sequence[str]) -> re.Pattern[str]:
 
 @contextmanager
 def _reported(folder: Path) -> Iterator[None]:
-    """Report any library error about the folder's files in one line."""
     try:
         yield
     except TesseraError:
@@ -452,7 +419,6 @@ def _reported(folder: Path) -> Iterator[None]:
 
 
 def _ends(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """End tokens of the tokenizer and of generation_config.json, else config.json."""
     ends = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     for name in ("generation_config.json", "config.json"):
         listed = _listed(folder / name)
@@ -470,7 +436,6 @@ def _listed(path: Path) -> list[int]:
 
 
 def sampling_defaults(model: str) -> tuple[tuple[str, float], ...]:
-    """Sampling parameters of a folder's generation_config.json."""
     from tessera.capture.models.checkpoint import read_json
 
     path = Path(model) / "generation_config.json"
@@ -479,7 +444,7 @@ def sampling_defaults(model: str) -> tuple[tuple[str, float], ...]:
 
 
 def open_text(model: str, template: str = "") -> Text:
-    """Text of a built-in name, or of a folder with a tokenizer; `template` replaces its chat template."""
+    """`template` replaces the folder's chat template."""
     if Path(model).is_dir():
         return FolderText(Path(model), template)
     if template:

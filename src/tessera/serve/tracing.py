@@ -1,10 +1,8 @@
 """OpenTelemetry: one span per request of OpenAI's routes, sent by OTLP over HTTP.
 
-A span continues the client's trace (`traceparent`). It has the route, the status, the model, and an event at
-the first byte of the answer. The attributes are those of OpenTelemetry's conventions for HTTP and generative
-models. Steps of the engine are not spans: they belong to many requests at once.
-
-Needs the extra 'otel'. Spans are sent in the background; a collector that is away costs spans, not requests.
+A span continues the client's trace (`traceparent`), with the attributes of OpenTelemetry's conventions. Steps
+of the engine are not spans: they belong to many requests at once. A collector that is away costs spans, not
+requests.
 """
 
 from contextlib import ExitStack
@@ -18,7 +16,6 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 SERVICE = "tessera"
-# Path -> operation.
 TRACED = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "text_completion",
@@ -68,7 +65,7 @@ class TraceMiddleware:
 
 
 def add_traces(app: "FastAPI", model: str, endpoint: str, stack: ExitStack) -> None:
-    """Trace requests to an OTLP endpoint, as http://127.0.0.1:4318/v1/traces, until the stack closes."""
+    """`endpoint`: as http://127.0.0.1:4318/v1/traces."""
     sdk = extra_module("opentelemetry.sdk.trace", "otel", "opentelemetry-sdk")
     export = extra_module("opentelemetry.sdk.trace.export", "otel", "opentelemetry-sdk")
     resources = extra_module("opentelemetry.sdk.resources", "otel", "opentelemetry-sdk")

@@ -15,23 +15,22 @@ from msgspec import Meta, Raw, Struct
 
 from tessera.serve.openai.errors import ApiError
 
-# OpenAI's limits of choices, alternatives of a token, and tools.
+# OpenAI's limits.
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_TOOLS = 128
 # OpenAI allows four stop strings; each is searched for after every token.
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
-# Maximum tokens with a bias, and of stop tokens.
+# Tokens with a bias; stop tokens.
 MAX_MARKED = 1024
 MAX_MESSAGES = 4096
 MAX_INT = 2**63 - 1
-# Above any model's positions; the model's limit is checked later.
+# Above any model's positions.
 MAX_TOKENS = 2**31 - 1
-# Maximum lists, objects and texts of a body, and values of any kind: decoding takes well under 100 ms.
+# Decoding takes well under 100 ms.
 MAX_PARTS, MAX_VALUES = 2**14, 2**19
 
-# Fields without effect here.
 IGNORED = frozenset(
     {
         *("cache_salt", "metadata", "prediction", "priority", "prompt_cache_key", "prompt_cache_retention"),
@@ -58,7 +57,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 PROMPTS = "a text, a list of texts, a list of token ids, or a list of such lists; none of them empty"
-# Place and missing field in a message of msgspec.
 PLACE = re.compile(r" - at `(?:key` in `)?\$\.?(.*?)`$")
 MISSING = re.compile(r"missing required field `(\w+)`")
 
@@ -146,7 +144,6 @@ class ResponseFormat(Struct):
 
     @property
     def schema_of_answer(self) -> dict[str, Any] | None:
-        """None: any text."""
         if self.type == "text":
             return None
         return {"type": "object"} if self.json_schema is None else self.json_schema.document
@@ -161,7 +158,6 @@ Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
 
 
 class _Body(Struct, kw_only=True):
-    # May be left out.
     model: str | None = None
     user: str | None = None
 
@@ -198,7 +194,6 @@ class _GenerationRequest(_Body, kw_only=True):
 
 class ChatRequest(_GenerationRequest, kw_only=True):
     messages: Conversation
-    # Variables of the chat template; see `template_variables`.
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -234,7 +229,6 @@ class ChatRequest(_GenerationRequest, kw_only=True):
 
     @property
     def is_forced(self) -> bool:
-        """True if the answer must be calls."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, Tool)
 
 
@@ -308,7 +302,6 @@ DECODERS: dict[type[_Body], msgspec.json.Decoder[Any]] = {
 
 
 def parse(kind: type[Body], raw: bytes, served: Sequence[str]) -> Body:
-    """A request's body; `served`: names of models."""
     check_parts(raw)
     request = _decode(kind, raw)
     if request.model is not None and request.model not in served:
@@ -317,7 +310,6 @@ def parse(kind: type[Body], raw: bytes, served: Sequence[str]) -> Body:
 
 
 def template_variables(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """Variables of the chat template that a request gives; raises ApiError if they contradict one another."""
     effort = request.reasoning_effort if isinstance(request, ChatRequest) else None
     variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     variables |= request.chat_template_kwargs or {}
@@ -331,7 +323,7 @@ def template_variables(request: ChatRequest | TokenizeRequest) -> dict[str, Any]
 
 def _decode(kind: type[Body], raw: bytes) -> Body:
     try:
-        if raw.lstrip()[:1] == b"{":  # else the second line has the expectation
+        if raw.lstrip()[:1] == b"{":
             _check_names(FIELDS_DECODER.decode(raw), kind.__struct_fields__)
         request: Body = DECODERS[kind].decode(raw)
         return request
@@ -365,7 +357,7 @@ def _explained(message: str) -> ApiError:
 def check_parts(body: bytes) -> None:
     """Refuse JSON with too many parts before it is decoded."""
     if sum(map(body.count, (b'"', b"[", b"{"))) <= MAX_PARTS and body.count(b",") <= MAX_VALUES:
-        return  # nearly every body
+        return
     texts = body.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"', 2 * MAX_PARTS)
     outside = b"".join(texts[::2])
     num_parts = len(texts) // 2 + outside.count(b"[") + outside.count(b"{")
@@ -380,7 +372,7 @@ def no_such_model(name: str, served: str) -> ApiError:
 
 
 def apart(given: Prompts, name: str) -> list[str] | list[list[int]]:
-    """Prompts of a field: a list of numbers is one prompt, any other list several."""
+    """A list of numbers is one prompt, any other list several."""
     if isinstance(given, str):
         return [given]
     kinds = set(map(type, given))

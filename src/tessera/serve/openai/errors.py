@@ -1,7 +1,7 @@
 """Errors in OpenAI's form: {"error": {"message", "type", "param", "code"}}.
 
-Every refusal is an `ApiError`. A `TesseraError` gets its status by its class; HTTP errors keep theirs. A bug
-gives a 500 without details; its traceback goes to the log.
+A `TesseraError` gets its status by its class; HTTP errors keep theirs. A bug gives a 500 without details; its
+traceback goes to the log.
 """
 
 import logging
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tessera.serve")
 
-# OpenAI's type by status; its Python client raises by the status.
+# OpenAI's client raises by the status.
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -30,7 +30,6 @@ TYPES = {
     503: "service_unavailable_error",
 }
 TINY_CHUNKS = "tiny_chunks"
-# Headers by status or code.
 CLOSE = {"Connection": "close"}
 HEADERS: dict[int | str | None, dict[str, str]] = {
     TINY_CHUNKS: CLOSE,
@@ -56,7 +55,7 @@ class ErrorDocument(msgspec.Struct, frozen=True):
 
 
 class ApiError(Exception):
-    """A refusal with its status; `param` names the field at fault."""
+    """`param` names the field at fault."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(status, message, param, code)

@@ -1,11 +1,7 @@
 """From a body to a draft in tokens, and from a draft to asks.
 
-    read_chat, read_completion, read_embedding, read_image    (raw body, card) -> a draft
-    tokenize, detokenize                                      (raw body, card) -> the answer itself
-    make_asks                                                 (draft, endpoint, client) -> asks
-
-All run in threads (`reading`) but `make_asks`, which decodes pictures and compiles grammars in threads. Two
-prompts with n = 3 are six asks, in OpenAI's order. A mark stands for a picture until the prompt is in tokens.
+Two prompts with n = 3 are six asks, in OpenAI's order. A mark stands for a picture until the prompt is in
+tokens.
 """
 
 import asyncio
@@ -47,18 +43,13 @@ from tessera.serve.text import Text
 if TYPE_CHECKING:
     from tessera.serve.sight import Eyes
 
-# Maximum pictures, answers and texts to embed per request.
 MAX_PICTURES, MAX_ASKS, MAX_INPUTS = 16, 128, 2048
-# Maximum pixels of a generated picture.
 MAX_PIXELS = 2**22
-# OpenAI's default of /v1/completions; a chat's answer may fill the context.
+# OpenAI's default; a chat's answer may fill the context.
 COMPLETION_TOKENS = 16
-# Maximum prompt logprobs of a request.
 MAX_NOTED = 2**19
 UNKNOWN = "\ufffd"
-# Schema of a tool without parameters.
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-# Fields of a request that are fields of `Sampling`.
 SAMPLED = (
     "temperature",
     "top_p",
@@ -71,27 +62,23 @@ SAMPLED = (
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    # Its name for clients.
     model: str
     text: Text
-    # Maximum tokens of prompt and answer; vocabulary size.
     capacity: int
     vocab_size: int
-    # Mark of a picture in a conversation; empty: text only.
+    # For a picture; empty: text only.
     mark: str = ""
-    # Encoder: prefix of every text, and allowed vector lengths (0: any).
+    # For an encoder; a length of 0 means any.
     prefix: str = ""
     vector_sizes: tuple[int, ...] = ()
     # text, vectors or pictures.
     makes: str = "text"
-    # Names of LoRA adapters.
     adapters: tuple[str, ...] = ()
-    # Sampling parameters of requests that do not give them.
     sampling: tuple[tuple[str, float], ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What a request's `model` may be: the base model, then its adapters."""
+        """The base model, then its adapters."""
         return (self.model, *self.adapters)
 
 
@@ -99,13 +86,9 @@ class ModelCard:
 class Endpoint:
     card: ModelCard
     service: AnswerService
-    # Unix time.
     created: int
-    # Current policies; may be empty.
     plans: Callable[[], Sequence[ServicePlan]] = tuple
-    # Vision models only.
     eyes: "Eyes | None" = None
-    # None: the extra 'grammar' is not installed.
     grammars: GrammarCompiler | None = None
 
 
@@ -115,7 +98,6 @@ class Draft(msgspec.Struct, frozen=True, tag=True):
     prompts: tuple[tuple[int, ...], ...]
     # Answers per prompt.
     n: int
-    # None: not given.
     max_tokens: int | None
     sampling: Sampling
     stop: tuple[str, ...]
@@ -125,19 +107,17 @@ class Draft(msgspec.Struct, frozen=True, tag=True):
     is_chat: bool
     is_stream: bool
     includes_usage: bool
-    # By ask: the prompt's text; empty without `echo`.
+    # By ask; empty without `echo`.
     echoes: tuple[str, ...] = ()
-    # Alternatives per token of the prompt after its first; None: no logprobs.
     prompt_logprobs: int | None = None
-    # Pictures as data URLs, in the order of their marks.
+    # Data URLs, in the order of their marks.
     urls: tuple[str, ...] = ()
-    # Grammar of the answer, and the field that requested it; empty: any text.
+    # With the field that requested it; empty: any text.
     grammar: str = ""
     place: str = ""
-    # Tools that the answer may call, and whether it must call one.
+    # Tools that the answer may call; whether it must.
     tools: tuple[str, ...] = ()
     is_forced: bool = False
-    # Requested name; empty: the base model.
     model: str = ""
 
     @property
@@ -148,7 +128,6 @@ class Draft(msgspec.Struct, frozen=True, tag=True):
 class EmbeddingDraft(msgspec.Struct, frozen=True, tag=True):
     inputs: tuple[tuple[int, ...], ...]
     is_base64: bool
-    # Length of a vector; None: full.
     size: int | None
 
 
@@ -184,7 +163,7 @@ def read_completion(raw: bytes, card: ModelCard) -> Draft:
 
 
 def _tokens(given: str | list[int], card: ModelCard, field: str) -> tuple[int, ...]:
-    """Tokens of a prompt; one far too long is cut above the capacity."""
+    """A prompt far too long is cut above the capacity."""
     if isinstance(given, str):
         found = tuple(card.text.encode(given, card.capacity))
         if not found:
@@ -279,7 +258,7 @@ def _shown_tool(tool: Tool) -> dict[str, Any]:
 
 
 def _turns(messages: Sequence[Message], mark: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """Conversation for templates with a mark per picture, and the pictures' URLs."""
+    """Turns with a mark per picture, and the pictures' URLs."""
     turns: list[dict[str, Any]] = []
     urls: list[str] = []
     for number, message in enumerate(messages):
@@ -414,7 +393,7 @@ async def _grammar(draft: Draft, endpoint: Endpoint) -> Grammar:
 
 
 def _prompt_logprobs(draft: Draft, prompts: Sequence[Sequence[int]]) -> int | None:
-    """Alternatives per prompt token, for the first answer only; None: no logprobs."""
+    """For the first answer only."""
     wanted = [draft.prompt_logprobs, draft.sampling.logprobs if draft.echoes_logprobs else None]
     listed = [number for number in wanted if number is not None]
     if not listed:

@@ -1,9 +1,5 @@
 """Tool calls: their grammar, and parsers that find them in a model's output.
 
-    answer_form, calls_form   schemas and tools -> rules of a grammar (see `grammar`)
-    ForcedCalls               parses output that must be calls, while it streams
-    FoundCalls                parses output that may hold calls, each when complete
-
 Forced calls have one form: [{"name": "f", "arguments": {...}}, ...]. Otherwise a call stands between
 <tool_call> and </tool_call>, or the whole answer is a JSON object or list that names known tools
 ("parameters" may replace "arguments"). Anything else is text. Text that may become a call is held back.
@@ -18,9 +14,8 @@ from typing import Any
 
 from tessera.serve.text import overlap
 
-# JSON on one line, so that answers are not padded with spaces.
+# So that answers are not padded with spaces.
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# Maximum calls of one answer.
 MAX_CALLS = 32
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -56,7 +51,7 @@ class ForcedCalls:
     def __init__(self, names: Iterable[str]) -> None:
         self._heads = {_head(name): name for name in names}
         self.num_calls = 0
-        # Output before the arguments; None: inside them.
+        # None: inside the arguments.
         self._before: str | None = ""
         self._depth = 0
         self._in_text = self._is_escaped = False
@@ -98,15 +93,15 @@ class ForcedCalls:
 
 
 class FoundCalls:
-    """Finds calls in any output, piece by piece. Spaces around calls are dropped."""
+    """Spaces around calls are dropped."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = frozenset(names)
         self.num_calls = 0
         self._held = ""
-        # True if only spaces came since the beginning or the last call.
+        # Only spaces came since the beginning or the last call.
         self._is_blank = True
-        # True if the answer begins like JSON, which is parsed at its end; None: no output yet.
+        # An answer that begins like JSON is parsed at its end; None: no output yet.
         self._is_json: bool | None = None
 
     def feed(self, text: str) -> list[OutputPart]:

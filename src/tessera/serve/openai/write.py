@@ -34,9 +34,8 @@ STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-# Part size of larger documents.
 PART_BYTES = 2**18
-# Maximum tokens and alternatives encoded on the event loop.
+# At most so many are encoded on the event loop.
 FEW_LOGPROBS = 512
 
 Document = dict[str, Any]
@@ -44,7 +43,7 @@ _encode = msgspec.json.encode
 
 
 def _encoded(part: Any) -> msgspec.Raw:
-    """Part of a document: the interpreter lock is free between two."""
+    """The interpreter lock is free between two parts."""
     return msgspec.Raw(_encode(part))
 
 
@@ -61,11 +60,10 @@ class Writer:
             "model": self._draft.model or card.model,
             "system_fingerprint": FINGERPRINT,
         }
-        # By choice: what stands before and after the text of a chunk that has nothing else to say.
+        # By choice: around the text of a chunk that has nothing else to say.
         self._frames: dict[int, tuple[bytes, bytes, bytes]] = {}
-        # By choice: characters of the tokens so far.
+        # By choice, in characters.
         self._offsets: Counter[int] = Counter()
-        # One parser per choice of a chat with tools.
         reader = ForcedCalls if self._draft.is_forced else FoundCalls
         self._readers = [reader(self._draft.tools) for _ in batch.asks] if self._draft.tools else []
 
@@ -282,10 +280,10 @@ async def send_document(document: bytes, send: Any) -> None:
 
 
 async def stream(service: AnswerService, batch: AskBatch, writer: Writer, send: Any) -> None:
-    """Send head and events; `ApiError` only before the head."""
+    """`ApiError` only before the head."""
 
     async def body(data: bytes, is_last: bool = False) -> None:
-        """Wait while the connection is full; `server` disconnects slow readers."""
+        """`server` disconnects slow readers."""
         await send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
     num_listed = _num_listed(batch)
@@ -317,7 +315,7 @@ async def stream(service: AnswerService, batch: AskBatch, writer: Writer, send: 
 
 
 async def _events(service: AnswerService, asks: Sequence[Ask]) -> AsyncGenerator[tuple[int, Event], None]:
-    """Events of all asks as they come, with the ask's number; buffers one event per ask."""
+    """One event per ask is buffered."""
     if not asks[0].max_tokens:  # only the prompt is wanted back
         for index, ask in enumerate(asks):
             yield index, Finish("length", len(ask.prompt), 0)
@@ -350,7 +348,6 @@ async def _events(service: AnswerService, asks: Sequence[Ask]) -> AsyncGenerator
 
 
 def _checked(event: Event) -> Event:
-    """The event; ApiError for a finish by error or cancellation."""
     if not isinstance(event, Finish):
         return event
     if event.is_refused:
