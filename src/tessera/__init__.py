@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# A name that is also a package makes the package callable.
 PUBLIC = {
     "CudaKernel": "tessera.capture.cuda_kernel",
     "Load": "tessera.ir",
@@ -43,8 +42,6 @@ PACKAGES = ("capture", "plan", "serve")
 
 
 class CallablePackage(types.ModuleType):
-    """`tessera.capture(fn, *args)`."""
-
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         name = self.__name__.rpartition(".")[2]
         return getattr(importlib.import_module(PUBLIC[name]), name)(*args, **kwargs)

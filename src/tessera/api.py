@@ -191,8 +191,6 @@ class Completion(msgspec.Struct, frozen=True):
 
 
 class _Closing:
-    """Holds resources until `close`, the end of a `with` or of the program."""
-
     def __init__(self, stack: ExitStack) -> None:
         self._close = weakref.finalize(self, stack.close)
 
@@ -284,7 +282,7 @@ def _completion(prompt: Any, document: dict[str, Any]) -> Completion:
 async def _posted(
     app: "FastAPI", path: str, bodies: Sequence[dict[str, Any]], at_once: int
 ) -> list[dict[str, Any]]:
-    """In order; the first refusal is raised."""
+    """The first refusal is raised."""
     turns = asyncio.Semaphore(at_once)
 
     async def one(body: dict[str, Any]) -> dict[str, Any]:
@@ -351,7 +349,6 @@ def serve_config(**options: Any) -> ServeConfig:
 
 
 def _made(record: type[Made], what: str, given: Mapping[str, Any]) -> Made:
-    """Refuses names that the record does not have."""
     names = [field.name for field in fields(record)]
     for name in given:
         if name not in names:

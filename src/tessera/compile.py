@@ -47,7 +47,7 @@ from tessera.ir import BufferKind, Cluster, Objective, Origin, Plan, Trace
 from tessera.plan import PLANNERS, search_config
 from tessera.profile import make_cluster, parse_devices
 
-# Graphs that keep their workers; the least recently used one restarts them on use.
+# Graphs that keep their workers; others restart them on use.
 MAX_ENGINES = 8
 # Consecutive failures of a worker before its device is given up.
 MAX_FAILURES = 3
@@ -113,12 +113,8 @@ Waiting = tuple[Call, Future[RunResult]]
 
 
 class Workers:
-    """A stepper that starts on first use and ends with this object.
+    """Calls that arrive from several threads while others run are run together."""
 
-    Calls that arrive from several threads while others run are run together.
-    """
-
-    # Least recently used first.
     live: ClassVar["OrderedDict[int, weakref.ref[Workers]]"] = OrderedDict()
     live_lock = threading.RLock()
 
@@ -192,7 +188,6 @@ def _stop(stepper: WorkerStepper, key: int, live: "OrderedDict[int, weakref.ref[
 
 
 def close_all() -> None:
-    """A later call starts new workers."""
     for known in list(Workers.live.values()):
         workers = known()
         if workers is not None:
@@ -205,7 +200,7 @@ __all__ = ["MAX_ENGINES", "Compiled", "Options", "backend", "close_all"]
 def backend(
     graph: torch.fx.GraphModule, examples: Sequence[Any], options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """Called by torch.compile with every graph; the work is done on the graph's first call."""
+    """The work is done on the graph's first call."""
     return Compiled(graph, examples, options or {})
 
 
@@ -213,7 +208,7 @@ backend.reset = close_all  # type: ignore[attr-defined]  # torch._dynamo.reset()
 
 
 class Compiled:
-    """One graph. The arguments of a call select a session: a step bound to one set of weights."""
+    """The arguments of a call select a session: a step bound to one set of weights."""
 
     def __init__(
         self, graph: torch.fx.GraphModule, examples: Sequence[Any], options: Mapping[str, Any]
@@ -274,7 +269,6 @@ class Compiled:
         return session, function.bind((), dict(inputs))
 
     def _capture(self, args: Sequence[Any], inputs: Mapping[str, Any]) -> tuple[FunctionCall, Trace | None]:
-        """No trace if the graph launches nothing."""
         foreign = {a.device.type for a in args if isinstance(a, torch.Tensor)} - {"cpu"}
         if foreign:
             message = (
@@ -326,7 +320,6 @@ class Session:
         self.workers = Workers(plan, weights)
 
     def bind(self, inputs: Mapping[str, Any]) -> Given | None:
-        """None unless structure and weights are this session's."""
         held = {name: storage_key(tensor) for name, tensor in self.function.weights().items()}
         if held != self._storages:
             return None

@@ -28,7 +28,6 @@ Tensors = Mapping[str, torch.Tensor]
 # Batches at which a step is recorded; others are interpolated from two neighbours. Sizes far apart may
 # compile to other launches: where the first two differ, the next two are taken.
 ANCHORS = (16, 48, 64)
-# Limit for building a model on the CPU to get its inputs.
 MAX_BUILT_BYTES = 4 << 30
 
 
@@ -92,7 +91,6 @@ def make_plan(
 
 
 def record_compiled(step: ir.Step) -> ir.Trace:
-    """Launches of Inductor, as far as known without a GPU."""
     from tessera.capture.inductor import record_inductor_offline
 
     with torch.device("meta"):  # no memory for weights
@@ -101,10 +99,7 @@ def record_compiled(step: ir.Step) -> ir.Trace:
 
 
 def choose_launches(steps: Sequence[ir.Step], wanted: str) -> tuple[bool, str]:
-    """(use compiled launches?, one line why not); `wanted` is compiled, eager or empty.
-
-    Compiling takes a minute, so compiled launches are used where they are cached or asked for.
-    """
+    """(use compiled launches?, one line why not). Compiling takes a minute, so it must be asked for."""
     if wanted == "eager":
         return False, ""
     if all(outlines.find(step) for step in steps):
@@ -125,14 +120,12 @@ def _recorded(step: ir.Step) -> ir.Trace:
 
 @dataclass(eq=False)
 class LoadSteps:
-    """The steps of a request at any batch: recorded at some, interpolated at others."""
+    """Recorded at some batches, interpolated at others."""
 
     steps: Sequence[ir.Step]
-    # Runs per request.
     counts: Sequence[int]
     anchors: Sequence[int] = ANCHORS
     advance: Callable[[str], None] = lambda text: None
-    # Launches of Inductor (outlines), else eager.
     is_compiled: bool = False
     record: Callable[[ir.Step], ir.Trace] = _recorded
 
@@ -174,9 +167,7 @@ class LoadSteps:
         return ir.WorkUnit(tuple(self._graphs[n, batch] for n in range(len(self.steps))), tuple(self.counts))
 
     def matches_recording(self, unit: ir.WorkUnit) -> bool:
-        """True if the unit equals its recordings; else the recordings are used from now on. Compiled launches
-        are not checked.
-        """
+        """If the unit differs from its recordings, these are used from now on. Compiled launches pass."""
         is_right = True
         for n, graph in enumerate(() if self.is_compiled else unit.graphs):
             batch = graph.trace.step.batch
@@ -194,7 +185,6 @@ def at_anchors(steps: Sequence[ir.Step]) -> list[ir.Step]:
 
 
 def anchors_of(step: ir.Step, anchors: Sequence[int] = ANCHORS) -> tuple[int, int]:
-    """Neighbouring anchors with outlines, else the first two."""
     pairs = list(pairwise(anchors))
     known = (pair for pair in pairs if all(outlines.find(replace(step, batch=batch)) for batch in pair))
     return next(known, pairs[0])
@@ -228,7 +218,6 @@ def plan_steps(
     depths: Sequence[int] = (),
     advance: Callable[[str], None] = lambda text: None,
 ) -> tuple[ir.Plan, Comparison]:
-    """The best batch, microbatches and placement, beside coarse policies at theirs."""
     while True:
         plan, found = batch_search(recorded, cluster, target, config, advance).best(batches, depths)
         if recorded.matches_recording(plan.unit):
@@ -249,14 +238,12 @@ def workload_of(trace: ir.Trace) -> Workload:
 
 @dataclass(frozen=True)
 class UnitRequest:
-    """Inputs after the first follow from the last outputs."""
-
     workloads: Sequence[Workload]
     first: Tensors
     seed: int
 
     def state(self) -> Tensors:
-        """Where several steps share a name, the first step's value holds."""
+        """The first step's value where several share a name."""
         return {
             name: tensor
             for workload in reversed(self.workloads)
@@ -271,7 +258,6 @@ class UnitRequest:
 class Requests:
     weights: Tensors
     work: Sequence[UnitRequest]
-    # Source of input values, for people.
     inputs: str
 
 
@@ -288,8 +274,6 @@ def requests_of(plan: ir.Plan, num: int, is_fresh: bool = False) -> Requests:
 
 @dataclass(frozen=True)
 class ReferenceRun:
-    """Results of the model's own code, in one process."""
-
     outputs: list[dict[str, torch.Tensor]]
     state: dict[str, torch.Tensor]
 
@@ -305,7 +289,7 @@ def one_thread() -> Iterator[None]:
 
 
 def run_reference(unit: ir.WorkUnit, request: UnitRequest) -> ReferenceRun:
-    """The model's own code on one thread, as in workers."""
+    """On one thread, as in workers."""
     torch.set_num_threads(1)
     state = {name: tensor.clone() for name, tensor in request.state().items()}
     outputs: list[dict[str, torch.Tensor]] = []
@@ -350,7 +334,7 @@ def _own_tensors(trace: ir.Trace, device: ir.Device) -> tuple[Tensors | None, tu
 
 
 def partition_streams(devices: Sequence[ir.Device]) -> dict[str, Any]:
-    """A stream per device that is a part of a card; streams live as long as the process."""
+    """Streams live as long as the process."""
     streams: dict[str, Any] = {}
     for ordinal in sorted({d.ordinal for d in devices if d.num_sms}):
         from tessera.execute.cuda.device import cut
@@ -362,7 +346,7 @@ def partition_streams(devices: Sequence[ir.Device]) -> dict[str, Any]:
 
 
 def fetch_gbps(src: ir.Device, dst: ir.Device) -> float:
-    """GB/s at which a GPU fetches weights from a CPU's memory; 0 between other devices."""
+    """0 unless a GPU fetches from a CPU's memory."""
     from tessera.execute.link_times import time_fetches
 
     return (

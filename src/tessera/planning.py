@@ -49,12 +49,11 @@ ANCHORS = (
     (512, 64, 65_536, 2048),
 )
 CHECKED = (1536, 96, 98_304, 1536)
-# Full steps for one of each smaller size; mixed steps nearly always are full.
+# Full steps for one of each smaller size.
 FULL_STEPS = 32
 # Sets of devices rehearsed under the objectives cost and energy.
 MAX_SETS = 4
 
-# Tokens, sequences, mean length.
 Sizes = tuple[int, int, int]
 
 
@@ -74,7 +73,6 @@ class ServedSteps:
     random_weights: bool = False
     is_compiled: bool = False
     advance: Callable[[str], None] = lambda text: None
-    # Prices by sizes, and times by sizes and kind of device.
     _prices: dict[Sizes, fluid.StepPrice] = field(default_factory=dict)
     _us: dict[Sizes, dict[object, Floats]] = field(default_factory=dict)
 
@@ -128,14 +126,14 @@ class ServedSteps:
 
     @cached_property
     def _attention(self) -> list[bool]:
-        """No launch if attention is not apart."""
+        """All False if attention is not apart."""
         graph = self.family.recordings[0]
         marks = attention_launches(ir.WorkUnit((graph,), (1,)))
         return [False] * len(graph.trace.launches) if marks is None else marks[0].tolist()
 
     @cached_property
     def _kinds(self) -> tuple[StepFamily, Floats, tuple[bool, ...]]:
-        """One launch of each kind at every anchor, the size of each kind, and whether it is in attention."""
+        """One launch of each kind, the size of each kind, and whether it is in attention."""
         traces = [graph.trace for graph in self.family.recordings]
         first: dict[object, int] = {}
         counts: dict[int, int] = {}
@@ -202,7 +200,6 @@ class ServedSteps:
 def service_memory(plan: ir.ServicePlan) -> tuple[DeviceMemory, ...]:
     """Pages count once per home, temporaries once per microbatch."""
     num, each = len(plan.cluster.devices), []
-    # Kind, home of state, name -> bytes on every device.
     held: dict[tuple[ir.BufferKind, str, str], Floats] = {}
     for group in plan.groups:
         unit, placement = group.plan.unit, group.plan.lanes[0].placement
@@ -272,7 +269,6 @@ def read_frequencies(path: Path) -> dict[str, list[float]]:
 
 
 def compiled(steps: Sequence[ir.Step]) -> list[ir.Trace]:
-    """The model is built once."""
     from tessera.capture.inductor import record_inductor_offline
 
     built: list[Workload] = []
@@ -328,7 +324,6 @@ def make_service_plan(
     policies: Sequence[str] = fluid.POLICIES,
     config: fluid.FluidConfig | None = None,
 ) -> ir.ServicePlan:
-    """The best service within the limits of a load."""
     flow.check_modelled(steps.cluster)
     config = replace(
         config or (fluid.QUICK_FLUID if search is QUICK else fluid.FLUID), memory_share=memory_share
@@ -348,7 +343,7 @@ def make_service_plan(
 def _worthwhile(
     whole: fluid.FluidModel, objective: ir.Objective, policies: Sequence[str]
 ) -> list[fluid.FluidModel]:
-    """The model on all devices, and on the sets of devices with the best drafts."""
+    """All devices, and the sets of devices with the best drafts."""
     devices = tuple(range(len(whole.cluster.devices)))
     if objective is ir.Objective.COST:
         objectives.usd_per_hour(whole.cluster, devices)

@@ -1,4 +1,4 @@
-"""Memory blocks behind the tensors of a call, and names for these tensors.
+"""Memory blocks behind the tensors of a call.
 
 Tensors that share a storage are one block, passed as one tensor: the tensor itself if it is dense and all
 others equal it, else the covered bytes. Positions are kept modulo `ALIGN`, since results of some kernels
@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-# Torch's allocation alignment.
 ALIGN = 64
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPart:
-    """One tensor in its storage, bytes `start` to `stop`."""
+    """Bytes `start` to `stop` of a storage."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -41,7 +40,7 @@ class BlockPart:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBlock:
-    """One storage, its tensors by number, and the bytes passed to the step."""
+    """One storage, and the bytes passed to the step."""
 
     parts: tuple[tuple[int, BlockPart], ...]
     start: int
@@ -97,7 +96,6 @@ def _view(whole: torch.Tensor, part: BlockPart, origin: int) -> torch.Tensor:
 
 
 def raw(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Bytes [start, stop) of a storage, in place."""
     empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return empty.set_(tensor.untyped_storage(), start, (stop - start,), (1,))
 

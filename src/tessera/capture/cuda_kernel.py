@@ -111,7 +111,6 @@ def _three(sizes: Any) -> Grid:
 
 
 def _scalar(kind: str, value: Any) -> str:
-    """Untyped bits take the Python type."""
     width = kind[1:]
     letter = "fp" if kind[0] == "f" or (kind[0] == "b" and isinstance(value, float)) else kind[0]
     return f"{ {'s': 'i', 'b': 'i'}.get(letter, letter) }{width}"

@@ -2,9 +2,8 @@
 
 A grouped product becomes parts with some experts each, and joins that copy rows; a plain product becomes
 parts of its output columns, which are concatenated. Values are those of the undivided product, but for a
-library's rounding of narrower products and of 16-bit experts, which are kept by rows of outputs. Parts are
-joined from the last to the first, so that the last ones can be joined on another device and cross as one.
-Weights of a part are named by their bytes in the undivided weight (`execute.memory.part_of`).
+library's rounding of narrower products and of 16-bit experts. Parts are joined from the last to the first, so
+that the last ones can be joined on another device and cross as one.
 
 Not handled: plain products with packed weights, and weights that another launch reads as well.
 """
@@ -26,7 +25,6 @@ from tessera.kernels import PARTS, grouped, packed  # noqa: F401 - registers the
 USABLE, LARGE = 0.8, 8
 JOINS = ("tessera.grouped_join.default", "aten.cat.default")
 PLAIN = ("aten.mm.default", "aten.addmm.default")
-# Arguments of a product of packed experts.
 PACKED = 7
 GROUPED = {
     "aten._grouped_mm.default": torch.ops.tessera.grouped_part.default,
@@ -37,7 +35,7 @@ GROUPED = {
 @dataclass(frozen=True, slots=True)
 class DivideConfig:
     num_parts: int = 4
-    # Least weight bytes of a divided plain product; None: never.
+    # Least weight bytes; None: never.
     plain_bytes: int | None = None
 
 
@@ -60,7 +58,7 @@ class Divided:
 def divide(
     trace: Trace, config: DivideConfig, frequencies: Mapping[str, Sequence[float]] | None = None
 ) -> Divided:
-    """`frequencies`: scope of a mixture -> how often each expert is chosen, in any unit."""
+    """`frequencies`: scope of a mixture -> how often each expert is chosen."""
     writer = _Writer(trace, config, frequencies or {})
     for number, launch in enumerate(trace.launches):
         writer.add(number, launch)
@@ -70,7 +68,6 @@ def divide(
 
 
 def experts_of(trace: Trace) -> dict[int, tuple[str, int, int]]:
-    """Launch of a part -> scope, first expert, number of experts."""
     found = {}
     for number, launch in enumerate(trace.launches):
         place = PARTS.get(trace.kernels[launch.kernel].name)
@@ -122,7 +119,6 @@ class _Writer:
         return is_weight and size == buffer.size_bytes and self._readers[view.buffer] == 1
 
     def _expert_ends(self, launch: Launch) -> list[int]:
-        """In experts; none: not divided."""
         x, *weights, offsets = _mixture(launch)
         views = [view for view in weights if isinstance(view, View)]
         if not (isinstance(x, View) and isinstance(offsets, View) and len(x.shape) == 2 and views):
@@ -212,7 +208,7 @@ class _Writer:
         return sum(often[first:last]) / sum(often)
 
     def _part(self, whole: int, first: int, last: int, width: int, turned: str = "") -> int:
-        """Some bytes of each `width` bytes of a weight; the first part has the weight's number."""
+        """Some bytes of each `width` bytes of a weight, named by them (`execute.memory.part_of`)."""
         buffer = self._trace.buffers[whole]
         size = buffer.size_bytes // width * (last - first)
         part = Buffer(f"{buffer.name}[{first}:{last}/{width}{turned}]", BufferKind.WEIGHT, size)
@@ -243,7 +239,7 @@ class _Writer:
 
 
 def _mixture(launch: Launch) -> tuple[Arg, ...]:
-    """Rows, weight (packed: codes, scales and zeros) and offsets; empty for products with more."""
+    """Rows, weight (packed: codes, scales and zeros) and offsets."""
     given = dict(launch.kwargs)
     if len(launch.args) == PACKED:
         return launch.args[:5]

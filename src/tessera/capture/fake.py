@@ -28,7 +28,6 @@ from tessera.errors import CaptureError
 # c10::impl::device_guard_impl_registry: pointers indexed by c10::DeviceType.
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 _CUDA = 1
-# At least the number of methods of c10's guard interface.
 _NUM_METHODS = 64
 
 _REMEDY = "Install a CUDA build of torch (it needs no GPU), or capture with --device cpu."
@@ -185,7 +184,6 @@ def _additive(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 
 
 def _prepare_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Additive, with valid strides, as wide as the scores."""
     mask = _additive(mask, query)
     missing = -mask.shape[-1] % MASK_ALIGNMENT
     is_aligned = mask.stride(-1) == 1 and all(s % MASK_ALIGNMENT == 0 for s in mask.stride()[:-1])
@@ -196,7 +194,7 @@ def _prepare_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) ->
 
 @contextmanager
 def machine() -> Iterator[Run]:
-    """New tensors are fake and CUDA appears available; yields the operator runner."""
+    """CUDA appears available; yields the operator runner."""
     ensure_cuda_guard()
     capability = patch.object(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY)
     with capability, FakeTensorMode(), target_attention():
@@ -204,7 +202,6 @@ def machine() -> Iterator[Run]:
 
 
 def on_device(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Call inside a fake mode."""
     return {
         name: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cuda")
         for name, t in tensors.items()

@@ -34,7 +34,6 @@ from tessera.errors import CaptureError, MismatchError
 from tessera.ir import Step
 
 TENSOR = object()
-# Torch's error when gradients are needed and none are kept.
 NO_GRAD = "does not require grad"
 KIND = "call"
 
@@ -72,7 +71,7 @@ class Fixed:
 
 
 class FunctionCall:
-    """A callable and the structure of one call; binds other calls to the same step."""
+    """Binds other calls to the same step."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.fn = fn
@@ -103,7 +102,6 @@ class FunctionCall:
             self._learn(named, tensors)
 
     def _learn(self, named: list[tuple[str, Any]], tensors: list[torch.Tensor]) -> None:
-        """One call shows what is touched, changed and returned."""
         keys = [blocks.storage_key(tensors[block.parts[0][0]]) for block in self.blocks]
         parts = [blocks.part_of(tensor) for tensor in tensors]
         args, kwargs = pytree.tree_unflatten([leaf for _, leaf in named], self._spec)
@@ -136,9 +134,7 @@ class FunctionCall:
         keys: list[int],
         touched: set[int],
     ) -> None:
-        """Refuses a call that replaces tensors. A gradient may be replaced if the call has not read the old
-        one.
-        """
+        """A gradient may be replaced if the call has not read the old one."""
         grads = [h for h in self._held if h.is_grad]
         replaceable = {h.name for h in grads if blocks.storage_key(h.tensor) not in touched}
         before = {h.name: h.tensor for h in self._held}
@@ -173,7 +169,6 @@ class FunctionCall:
         return line_that_changes(PyValue(name, lambda: held.current), lambda: self.fn(*args, **kwargs))
 
     def _sort(self, watch: Watch) -> None:
-        """Untouched module tensors are skipped."""
         self._inputs, self._state, self._weights = [], [], []
         for index, block in enumerate(self.blocks):
             is_given = block.parts[0][0] < self._num_args
@@ -196,7 +191,7 @@ class FunctionCall:
 
     @contextmanager
     def mode(self) -> Iterator[None]:
-        """Gradients are enabled as the call needs; leftover gradients are dropped."""
+        """Leftover gradients are dropped."""
         before = [(leaf, leaf.grad) for leaf in self._leaves.values()]
         try:
             with torch.set_grad_enabled(self.trains):
@@ -237,11 +232,9 @@ class FunctionCall:
         return (self.fn, *(leaf for leaf in self._fixed if leaf is not TENSOR))
 
     def changing(self) -> dict[str, torch.Tensor]:
-        """Tensors of the first call that other calls replace."""
         return {self._names[i]: self._first[i] for i in (*self._inputs, *self._state)}
 
     def fresh(self, tensors: Tensors, seed: int, is_mild: bool) -> dict[str, torch.Tensor]:
-        """The same layout with new values."""
         copies = {name: tensor.clone() for name, tensor in tensors.items()}
         for index in (*self._inputs, *self._state):
             name = self._names[index]
@@ -250,7 +243,7 @@ class FunctionCall:
         return copies
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        """Binds another call's tensors in place; MismatchError if the structure differs."""
+        """MismatchError if the structure differs."""
         return self.at_its_turn(self.given(args, kwargs))
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
@@ -278,7 +271,6 @@ class FunctionCall:
         return [*(leaves[i] for i in self._places), *(held.current for held in self._held)]
 
     def call(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
-        """Changes state in place."""
         given = {**inputs, **state}
         numbered = dict(
             pair
@@ -307,10 +299,7 @@ class FunctionCall:
 
     @contextmanager
     def _exchanged(self, numbered: Mapping[int, torch.Tensor]) -> Iterator[None]:
-        """Modules hold the step's tensors.
-
-        In training, a parameter keeps its identity (for the optimiser) and takes the step's memory.
-        """
+        """In training, a parameter keeps its identity (for the optimiser) and takes the step's memory."""
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         swapped = []
         pairs = []
@@ -366,7 +355,6 @@ class FunctionCall:
 
     @property
     def draws(self) -> bool:
-        """Draws order calls."""
         return bool(self._generators)
 
     @property
@@ -383,7 +371,6 @@ def _alike(leaf: Any, fixed: Any) -> bool:
 
 
 def _output_name(keys: Sequence[Any]) -> str:
-    """Dictionary keys are used alone; list indices get a prefix."""
     name = blocks.path(keys)
     return name if name and not name[0].isdigit() else ".".join(filter(None, ["output", name]))
 

@@ -1,8 +1,8 @@
 """GraphStep: a torch.fx graph from Dynamo, with the names of its model.
 
-Dynamo passes weights as arguments or graph attributes, without modules. Its metadata gives their origin:
-empty modules at the original paths hold the weights, and each node runs inside a call of its module, so a
-capture has the model's scopes and weight names. Refusals name the model's line.
+Dynamo passes weights without modules. Its metadata gives their origin: empty modules at the original paths
+hold the weights, and each node runs inside a call of its module, so a capture has the model's scopes and
+weight names.
 """
 
 import functools
@@ -25,15 +25,11 @@ Path = tuple[str, ...]
 
 
 class Place(torch.nn.Module):
-    """An empty module at a real module's path; a call runs its argument."""
-
     def forward(self, run: Callable[[], Any]) -> Any:
         return run()
 
 
 class GraphStep(torch.nn.Module):
-    """Takes the graph's non-weight arguments; see `holding` for weights."""
-
     def __init__(self, graph: torch.fx.GraphModule, examples: Sequence[Any]) -> None:
         super().__init__()
         nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
@@ -51,7 +47,7 @@ class GraphStep(torch.nn.Module):
 
     @contextmanager
     def holding(self, args: Sequence[Any]) -> Iterator[dict[str, Any]]:
-        """Holds the weights among the arguments; yields the others by name."""
+        """Yields the arguments that are no weights."""
         try:
             for number, (holder, key) in self._held.items():
                 holder[key] = args[number].detach()
@@ -103,7 +99,7 @@ class _Nodes(torch.fx.Interpreter):
 
 
 def place_of(node: torch.fx.Node) -> str:
-    """Model line of a node; its module where all lines are torch's."""
+    """The model's line; its module where all lines are torch's."""
     lines = _LINE.findall(node.stack_trace or "")
     return ":".join(lines[-1]) if lines else f"module '{'.'.join(_scope(node)[1:])}'"
 
@@ -130,7 +126,6 @@ def _words(text: str) -> Path:
 
 
 def _is_weight(node: torch.fx.Node, example: Any) -> bool:
-    """Parameters, and tensors that Dynamo attributes to a module."""
     if not isinstance(example, torch.Tensor):
         return False
     marks = node.meta.get("tensor_dict") or {}

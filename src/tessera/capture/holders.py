@@ -1,12 +1,12 @@
 """What a callable holds: tensors (`find`) and Python state (`python_state`).
 
 Tensors are searched in modules, bound objects, closures, globals of the function's file, `functools.partial`,
-plain objects and containers. Each has a holder in which it can be replaced for one call; one without (a
-closure's variable, a tuple) can be read but not changed. Optimisers come last, so that modules name
-parameters. Not searched: objects deeper than `MAX_DEPTH`, __slots__, globals of other files.
+plain objects and containers. A tensor without a holder (a closure's variable, a tuple) can be read but not
+changed. Optimisers come last, so that modules name parameters. Not searched: objects deeper than `MAX_DEPTH`,
+__slots__, globals of other files.
 
-`python_state` finds values kept between calls: one that every call changes is refused with its line. Not
-searched: memory of extensions, files, other processes.
+Python state that every call changes is refused with its line. Not searched: memory of extensions, files,
+other processes.
 """
 
 import dataclasses
@@ -41,8 +41,6 @@ _TORCHS = frozenset(vars(torch.nn.Module())) - {"training"}
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A tensor at `holder[key]`; without a holder it cannot be replaced."""
-
     name: str
     tensor: torch.Tensor
     holder: Any = None
@@ -164,7 +162,6 @@ def items_of(value: Any) -> Iterator[Item]:
 
 
 def variables(function: types.FunctionType) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Closure and global variables with their readers."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         yield name, partial(_contents, cell)
     for name in sorted(globals_of(function.__code__)):
@@ -172,7 +169,6 @@ def variables(function: types.FunctionType) -> Iterator[tuple[str, Callable[[], 
 
 
 def is_foreign(value: Any, function: types.FunctionType) -> bool:
-    """Functions of other files are not searched."""
     return isinstance(value, types.FunctionType) and value.__module__ != function.__module__
 
 
@@ -186,7 +182,7 @@ def globals_of(code: types.CodeType) -> frozenset[str]:
 
 
 def root(modules: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
-    """One module that holds all: its paths name scopes and weights."""
+    """Its paths name scopes and weights."""
     if "" in modules:
         return modules[""]
     root = torch.nn.Module()
@@ -266,7 +262,6 @@ class Before:
 
 
 def refuse_change(value: PyValue, call: Callable[[], object]) -> None:
-    """One more call finds the line that changes the value."""
     before = value.read()
     place = line_that_changes(value, call)
     after = value.read()

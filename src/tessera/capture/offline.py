@@ -22,7 +22,6 @@ PROPERTIES = SimpleNamespace(**json.loads(files("tessera.capture").joinpath("h10
 
 
 def properties_of(ordinal: int) -> SimpleNamespace:
-    """Properties that torch lacks are an H100's."""
     real = torch.cuda.get_device_properties(ordinal)
     return SimpleNamespace(**{name: getattr(real, name, value) for name, value in vars(PROPERTIES).items()})
 
@@ -33,7 +32,6 @@ CONFIG: dict[str, Any] = {"joint_graph_constant_folding": False, "shape_padding"
 
 @contextlib.contextmanager
 def offline(card: SimpleNamespace = PROPERTIES) -> Iterator[FakeTensorMode]:
-    """Code compiles for an absent GPU and runs on fakes."""
     ensure_cuda_guard()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
@@ -48,7 +46,6 @@ def offline(card: SimpleNamespace = PROPERTIES) -> Iterator[FakeTensorMode]:
 
 @contextlib.contextmanager
 def compiling_for(arch: int) -> Iterator[None]:
-    """Triton compiles for a compute capability and loads nothing."""
     extra_module("triton", "gpu")
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import CompiledKernel
@@ -165,7 +162,7 @@ def _run(self: Any, *args: Any, stream: Any, benchmark_run: bool = False, **kwar
 
 
 def _first_of(heuristics: Any) -> Callable[[Any], Any]:
-    """Replaces CachingAutotuner._precompile_worker: compiles the first valid configuration."""
+    """Compiles the first valid configuration."""
     original = heuristics.CachingAutotuner._precompile_worker
 
     def worker(self: Any) -> Any:

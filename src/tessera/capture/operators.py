@@ -34,7 +34,7 @@ Results = tuple[Any, ...] | list[Any]
 _PACKAGES = f"site-packages{os.sep}"
 # In training, these update running statistics that their schemas do not declare.
 SILENT_WRITERS = frozenset({"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"})
-# Operators whose result sizes depend on values of these arguments; others with torch's tag: on all.
+# Arguments whose values decide result sizes; for others with torch's tag, all do.
 DECIDERS = {
     "aten::index": ("indices",),
     "aten::masked_select": ("mask",),
@@ -54,9 +54,7 @@ _BRANCHES = "Compute with plain operators: torch.where in place of torch.cond, a
 
 
 def split(func: Any, recorded: Recorded, results: Results) -> Iterator[tuple[Recorded, Results]]:
-    """An operator over lists of tensors (optimisers) becomes one launch per tensor, so that each parameter
-    can be updated on its device.
-    """
+    """Operators over lists of tensors become one launch per tensor: parameters may differ in device."""
     args, kwargs = recorded
     first = args[0] if args else None
     is_list = isinstance(first, tuple) and func._schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
@@ -91,7 +89,6 @@ def symbol_of(value: Any) -> Symbol | None:
 
 
 def contents(tensor: torch.Tensor) -> str:
-    """Empty for a fake of unknown value."""
     value = tensor.constant if isinstance(tensor, FakeTensor) else tensor
     if value is None:
         return ""
@@ -100,13 +97,11 @@ def contents(tensor: torch.Tensor) -> str:
 
 
 def given(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Default included; None if there is no such argument."""
     found = (value for argument, value, _ in arguments(func._schema, args, kwargs) if argument.name == name)
     return next(found, None)
 
 
 def arguments(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any, bool]]:
-    """Each argument, its value, and whether it is written."""
     for place, argument in enumerate(schema.arguments):
         value = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
         yield argument, value, argument.alias_info is not None and argument.alias_info.is_write
@@ -124,8 +119,8 @@ def argument_accesses(schema: Any, args: tuple[Arg, ...], kwargs: dict[str, Arg]
 
 
 def whole_buffers(launch: Launch, buffers: Sequence[Buffer], mutated: Set[int]) -> tuple[Access, ...]:
-    """An unproved launch accesses all of every buffer. Weights are written only where `mutated`, the
-    compiler's declaration, says so.
+    """An unproved launch accesses all of every buffer. Weights are written only where the compiler declares
+    it.
     """
     accesses: dict[int, Access] = {}
     for place, arg in enumerate(launch.args):
@@ -143,12 +138,10 @@ def is_wrapper(tensor: Any) -> bool:
 
 
 def has_wrappers(types: Any) -> bool:
-    """An operator with a wrapper class among its arguments is left to that class."""
     return any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
 def parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Plain tensors behind a tensor, by name."""
     if not is_wrapper(tensor):
         return [(name, tensor)]
     attributes, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -156,7 +149,6 @@ def parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
 
 
 def from_parts(name: str, tensor: torch.Tensor, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """A tensor like this one over other plain tensors, named as by `parts`."""
     if not is_wrapper(tensor):
         return values[name]
     attributes, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -186,7 +178,6 @@ _said = _Said()
 
 
 def fail(message: str, remedy: str, place: str | None = None) -> NoReturn:
-    """Names the innermost line of the program."""
     _said.error = CaptureError(message, remedy, program_line() if place is None else place)
     raise _said.error
 
@@ -244,7 +235,6 @@ def is_python(filename: str) -> bool:
 
 
 def is_users(filename: str) -> bool:
-    """A program file outside installed packages."""
     return is_program(filename) and _PACKAGES not in filename
 
 
@@ -297,14 +287,12 @@ def _answers_the_host(func: Any) -> bool:
 
 
 def check_tensor(tensor: torch.Tensor, name: str = "a value") -> None:
-    """Refuses memory that is not one dense, strided storage."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         what = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
         fail(f"{name} is a {what} tensor", "Use dense, unquantized tensors: .to_dense(), .dequantize().")
 
 
 def explain(func: Any, error: Exception) -> NoReturn:
-    """An operator failed while recorded."""
     kind = type(error).__name__
     if kind in ("DynamicOutputShapeException", "DataDependentOutputException"):
         remedy = f"{BATCHED}, or capture on real tensors with --device cpu or cuda:0."

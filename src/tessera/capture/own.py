@@ -39,7 +39,6 @@ from tessera.ir import Kernel, Origin
 from tessera.kernels.launch import Grid, run_kernel
 from tessera.kernels.ptx import tables_of
 
-# (grid, arguments of the PTX entry) -> launch on the current stream.
 Relaunch = Callable[[Grid, Sequence[Any]], None]
 
 _REQNTID = re.compile(r"\.reqntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?")
@@ -58,7 +57,6 @@ class OwnLaunch:
     args: tuple[Any, ...]
     grid: Grid
     block: Grid
-    # Indices in `args` that the compiler declares as written.
     mutated: frozenset[int] = frozenset()
     # Tensors passed as tables, by index; and why some could not be read.
     tables: tuple[tuple[int, torch.Tensor], ...] = ()
@@ -116,7 +114,6 @@ def from_jit(
     sizes = grid({**kwargs, **given}) if callable(grid) else grid
     sizes = (*sizes, 1, 1)[:3] if isinstance(sizes, tuple | list) else (sizes, 1, 1)
     signature = {n: compiled.src.signature.get(n, "constexpr") for n in names}
-    # Keys are argument paths: (index,) for a plain argument.
     inside = {path[0]: v for path, v in compiled.src.constants.items() if len(path) == 1}
     constants = {
         n: inside.get(place, given.get(n)) for place, n in enumerate(names) if signature[n] == "constexpr"
@@ -174,7 +171,6 @@ def _kernel(
 
 
 def block_of(kernel: Kernel) -> Grid:
-    """Required by the PTX, else from the warps."""
     required = _REQNTID.search(kernel.ptx)
     if required is None:
         return 32 * kernel.num_warps, 1, 1
@@ -182,7 +178,7 @@ def block_of(kernel: Kernel) -> Grid:
     return x, y, z
 
 
-# Called before a launch; may return a function to call afterwards.
+# May return a function to call after the launch.
 See = Callable[[OwnLaunch], Callable[[], None] | None]
 
 
@@ -195,7 +191,6 @@ def tensors_in(arg: Any) -> list[torch.Tensor]:
 
 
 def launch(seen: OwnLaunch, native: Callable[[], None] | None = None) -> None:
-    """`native` launches the kernel on a GPU."""
     see = _seeing[-1] if _seeing else None
     tensors = seen.tensors
     if see is not None or not any(t.is_cuda for t in tensors):
@@ -341,7 +336,6 @@ def standing_for(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator
 
 
 def read_table(table: torch.Tensor) -> tuple[torch.Tensor | int, ...] | str:
-    """Entries of a table, or why it has none."""
     if isinstance(table, FakeTensor):
         return "it is fake and holds no addresses"
     if table.itemsize != _ENTRY_BYTES or table.storage_offset() or not table.is_contiguous():
@@ -372,7 +366,6 @@ def _entry(address: int, memory: Sequence[tuple[int, int, torch.Tensor]]) -> tor
 
 
 def _memory() -> list[tuple[int, int, torch.Tensor]]:
-    """(address, bytes, tensor) of every storage in this process."""
     storages: dict[int, tuple[int, int, torch.Tensor]] = {}
     kinds = _with_subclasses(torch.Tensor) - _with_subclasses(FakeTensor)
     for item in gc.get_objects():

@@ -9,8 +9,7 @@ read of a tensor that depends on the request is refused with its line:
   clocks     time, datetime, os.urandom: different in every call
 
 Methods of torch's classes are replaced while a thread records; Python's profiling hook sees clocks and
-methods saved earlier. docs/capture.md shows what each defence alone refuses. Transformers reads masks and
-checks inputs by value unless `traced`.
+methods saved earlier (docs/capture.md). Transformers reads masks and checks inputs by value unless `traced`.
 """
 
 import datetime
@@ -79,7 +78,6 @@ class _Way:
     owner: Any
     name: str
     does: str = VALUE
-    # First argument read on the host.
     first: int = 0
 
     @property
@@ -149,7 +147,6 @@ def _asking(varies: Varies | None) -> Iterator[None]:
 
 
 def _exchange(way: _Way) -> Callable[[], None]:
-    """Returns the undo."""
     attribute = vars(way.owner).get(way.name)
     held = getattr(way.owner, way.name)
     original: Any = held.fget if isinstance(held, property) else held
@@ -168,7 +165,6 @@ def _exchange(way: _Way) -> Callable[[], None]:
 
 @contextmanager
 def calls_refused() -> Iterator[None]:
-    """Refuses clocks and tensor methods saved earlier."""
     before: Any = sys.getprofile()
     sys.setprofile(_see_call)
     try:

@@ -56,7 +56,7 @@ def record_step(step: Step, device: str = "cpu", is_compared: bool = False) -> T
 
 
 def record_sizes(steps: Sequence[Step], advance: Callable[[int], None] = lambda num: None) -> list[Trace]:
-    """One model's step at several sizes on fake tensors. `advance` gets the number of recorded steps."""
+    """`advance` gets the number of recorded steps."""
     traces: list[Trace] = []
     with _machine("fake") as run:
         with torch.device("cuda"):
@@ -77,9 +77,7 @@ def _record_fake(workload: Workload, run: Run, is_compared: bool) -> Trace:
 
 
 def _record_on(device: str, workload: Workload, varying: frozenset[BufferKind] = VARYING) -> Trace:
-    """Fresh values first, then milder ones, then the example's. A GPU starts with mild ones: an index out of
-    range ends the process.
-    """
+    """A GPU starts with mild values: an index out of range ends the process."""
     kinds = (False, True) if device == "cpu" else (True,)
 
     def call(seed: int, is_mild: bool) -> Recorded:
@@ -145,7 +143,6 @@ def _machine(device: str) -> Iterator[Run]:
 
 
 def _generators(state: Tensors, device: str, seed: int) -> dict[str, torch.Tensor]:
-    """Copies from the state, else seeded by the request."""
     if device == "fake":
         return {}
     names = [f"{GENERATOR}cpu", *([f"{GENERATOR}{device}"] if device.startswith("cuda:") else [])]

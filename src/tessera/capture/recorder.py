@@ -59,7 +59,6 @@ class Ledger:
         self._filled: set[int] = set()
 
     def find(self, tensor: torch.Tensor) -> int | None:
-        """None if the storage is new."""
         entry = self.storages.get(tensor.untyped_storage()._cdata)
         return None if entry is None else entry[1]
 
@@ -71,7 +70,6 @@ class Ledger:
         self.storages[storage._cdata] = (StorageWeakRef(storage), buffer)
 
     def declare(self, kind: BufferKind, tensors: Mapping[str, torch.Tensor]) -> range:
-        """Storages that exist before the step."""
         first = len(self.buffers)
         for name, tensor in tensors.items():
             if self.find(tensor) is not None:
@@ -107,7 +105,6 @@ class Ledger:
         return set(range(len(self.buffers))) - self._filled
 
     def view(self, tensor: torch.Tensor) -> View:
-        """A new storage becomes a temporary."""
         buffer = self.find(tensor)
         if buffer is None:
             size = tensor.untyped_storage().nbytes()
@@ -127,7 +124,6 @@ class Ledger:
         return buffer
 
     def arg(self, value: Any, view: Callable[[torch.Tensor], View] | None = None) -> Arg:
-        """`view` converts tensors (default `self.view`)."""
         if isinstance(value, torch.Tensor):
             return (view or self.view)(value)
         if value is None or isinstance(value, bool | int | float | str):
@@ -145,7 +141,7 @@ class Ledger:
     def operator(
         self, func: Any, recorded: Recorded, results: Results, generator: str = "", scope: str = ""
     ) -> Launch:
-        """Accesses are the schema's, and writes to new memory; `generator`: the one it drew from."""
+        """`generator`: the one it drew from."""
         args, kwargs = recorded
         fresh = {id(t) for t in results if isinstance(t, torch.Tensor) and self.find(t) is None}
         outputs = tuple(self.view(t) if isinstance(t, torch.Tensor) else None for t in results)
@@ -207,7 +203,6 @@ class Scopes:
 
     @property
     def current(self) -> str:
-        """Innermost running submodule."""
         return self._stack[-1] if self._stack else ""
 
     def of_launch(self) -> str:
@@ -264,16 +259,13 @@ class Recorder(TorchDispatchMode):
         recorded_on: str = "cpu",
         varying: frozenset[BufferKind] = frozenset({BufferKind.INPUT, BufferKind.STATE}),
     ) -> None:
-        """`run` executes an operator; `recorded_on` is cpu, cuda:N or fake; `varying`: kinds of buffer whose
-        values differ between calls.
-        """
+        """`varying`: kinds of buffer whose values differ between calls."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._scopes, self._run, self._ledger = scopes, run, Ledger(recorded_on)
         self._draws = Draws(recorded_on == "fake")
         self._num_views = 0
         self._aliases: Counter[str] = Counter()
         self._varying_kinds, self._varying = varying, set[int]()
-        # Program line of each launch.
         self.places: list[str] = []
 
     def name_buffers(self, kind: BufferKind, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -287,7 +279,6 @@ class Recorder(TorchDispatchMode):
             self._varying.update(declared)
 
     def varies(self, value: Any) -> bool:
-        """Values depend on the request."""
         if isinstance(value, torch.Tensor):
             return value.layout is torch.strided and self._ledger.find(value) in self._varying
         if isinstance(value, torch.UntypedStorage):
@@ -339,7 +330,6 @@ class Recorder(TorchDispatchMode):
         return run_operator(self._run, func, args, kwargs)
 
     def _carries_constant(self, func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
-        """A constant only changed device or became fake."""
         if func._schema.name not in CARRIERS or len(given) != 1 or self._ledger.find(made[0]) is not None:
             return False
         source = self._ledger.buffers[self._ledger.index(given[0])]
@@ -353,7 +343,6 @@ class Recorder(TorchDispatchMode):
                 return
 
     def own_launch(self, seen: OwnLaunch) -> Callable[[], None] | None:
-        """Returns a check to run afterwards."""
         self._check_tables(seen)
         launch = self._ledger.kernel_launch(seen, self._argument, self._scopes.current)
         self._add_launch(launch)
@@ -392,7 +381,6 @@ class Recorder(TorchDispatchMode):
         self.places.append(operators.program_line())
 
     def _argument(self, tensor: torch.Tensor) -> View:
-        """An undeclared tensor is a constant."""
         storage = tensor.untyped_storage()
         is_new = self._ledger.find(tensor) is None
         if is_new and storage._cdata in _earlier and not _earlier[storage._cdata].expired():
@@ -460,7 +448,6 @@ class Watch(Recorder):
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """None for a fake."""
     if isinstance(tensor, fake_tensor.FakeTensor):
         return torch.empty(0, dtype=torch.uint8)
     with no_dispatch():

@@ -65,7 +65,6 @@ def seeded_state(name: str, seed: int) -> torch.Tensor:
 
 @contextmanager
 def entered(state: Tensors) -> Iterator[None]:
-    """Torch's generators use the states in `state`, updated in place."""
     names = [name for name in state if name.startswith(GENERATOR) and not isinstance(state[name], FakeTensor)]
     before = {name: state_now(name) for name in names}
     for name in names:

@@ -62,7 +62,6 @@ class Workload:
         return {}
 
     def request(self, seed: int, is_mild: bool = False) -> tuple[dict[str, torch.Tensor], ...]:
-        """Fresh values if the maker always gives its example."""
         inputs, state = self.make_inputs(seed), self.make_state(seed)
         if seed and self.gives_example:
             return self.fresh(inputs, seed, is_mild), self.fresh(state, seed + 1, is_mild)
@@ -80,9 +79,7 @@ class Workload:
         return {**tensors, **fresh(given, seed, is_mild)}
 
     def varied(self) -> "tuple[Self, str]":
-        """Values that differ by request, and their origin. A program that raises on fresh values gets milder
-        ones, then its example.
-        """
+        """A program that raises on fresh values gets milder ones, then its example."""
         if not self.gives_example:
             return self, "drawn by the model's own maker of inputs"
         for is_mild in (False, True):
@@ -103,7 +100,6 @@ class Workload:
             return self.call(inputs, without_generators(state))
 
     def drawing(self, trace: Trace) -> Self:
-        """The trace's generators are added to the state; see `rng`."""
         names = [b.name for b in trace.buffers if b.is_generator]
         if not names or set(names) <= set(self.make_state(0)):
             return self

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-# Ordinal of a GPU of another machine.
 AWAY = -1
-# Share of memory for weights and pages; the rest is for temporaries, driver and allocator.
+# Share of memory for weights and pages.
 MEMORY_SHARE = 0.9
 MAX_COST_US = 24 * 3600 * 1e6
 
@@ -25,18 +24,16 @@ class Device:
     # Repeats get "#1".
     name: str
     kind: DeviceKind
-    # GPU or CPU whose times it keeps ("a100", "cpu-xeon-8480"); empty for this CPU or an unknown card.
+    # GPU or CPU whose times it keeps ("a100", "cpu-xeon-8480"); empty if unknown.
     gpu: str
-    # Share of the card's memory, or its cap.
     memory_bytes: int
     usd_per_hour: float | None = None
-    # Board power of the data sheet.
     tdp_w: float | None = None
     # CUDA ordinal or NUMA node; AWAY: first GPU of a worker on another machine.
     ordinal: int = 0
     # 0: all.
     num_sms: int = 0
-    # Launches run on the card and are dilated to the times of `gpu`.
+    # Launches run on the card, dilated to the times of `gpu`.
     is_dilated: bool = False
     # 0: one.
     num_cores: int = 0
@@ -56,7 +53,7 @@ class Link:
     latency_us: float
     # 1e9 bytes per second.
     gbps: float
-    # Links of one group carry one message at a time. Empty: no sharing.
+    # Links of one group carry one message at a time.
     group: str = ""
     # GB/s of weights fetched from page-locked memory; 0: `gbps`.
     fetch_gbps: float = 0.0

@@ -26,7 +26,6 @@ FORMAT_VERSION = 1
 MAX_HEADER_BYTES = 4096
 MAX_CHARS = 500
 
-# Kind -> record and the command that makes it.
 KINDS: dict[str, tuple[type, str]] = {
     "trace": (Trace, "tessera capture"),
     "graph": (Graph, "tessera analyze"),
@@ -41,8 +40,6 @@ T = TypeVar("T")
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """First line of an artifact file."""
-
     tessera: str
     version: int
     bytes: int
@@ -68,8 +65,8 @@ def _scalar(value: Any) -> Any:
 def write_whole(
     path: str | Path, chunks: Iterable[bytes], remedy: str = "Choose a place that can be written."
 ) -> None:
-    """Renames a temporary file beside `path`. Symlinks are followed; a special file (/dev/null, a pipe) is
-    written in place.
+    """Renames a temporary file. Symlinks are followed; a special file (/dev/null, a pipe) is written in
+    place.
     """
     is_file = Path(path).is_file() or not Path(path).exists()
     target = Path(os.path.realpath(path))
@@ -85,7 +82,6 @@ def write_whole(
 
 
 def cache_folder(name: str = "") -> Path:
-    """`$XDG_CACHE_HOME/tessera` or a folder in it."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tessera" / name
 
 

@@ -1,11 +1,10 @@
 """Dependencies of a trace, values, and work units.
 
 A value is one version of a buffer, so an overwritten temporary makes no edge between readers of the old
-version and the next writer. Placements move values.
+version and the next writer.
 
-`StepFamily` interpolates a step at any size from a few recordings: sizes, strides, offsets and extents are
-linear in the step's sizes, and recordings that differ otherwise are refused. Interpolated traces are for
-planning; a trace to run is recorded.
+`StepFamily` interpolates a step from a few recordings: sizes, strides, offsets and extents are linear in the
+step's sizes, and recordings that differ otherwise are refused. Interpolated traces are for planning only.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,8 +31,6 @@ class Hazard(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Launch `dst` waits for the earlier launch `src`."""
-
     src: int
     dst: int
     hazard: Hazard
@@ -42,8 +39,6 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One version of one buffer."""
-
     buffer: int
     # None: present at the start.
     producer: int | None
@@ -96,7 +91,6 @@ class WorkUnit:
 
     @property
     def batch(self) -> int:
-        """Rows of the decodes, if any."""
         batches = {g.trace.step.kind: g.trace.step.batch for g in self.graphs}
         return batches.get("decode", self.graphs[0].trace.step.batch)
 
@@ -138,14 +132,12 @@ def _origin(model: str) -> str:
 
 
 class _Uneven(Exception):
-    """Recordings that differ in more than numbers; args are the path, innermost first."""
+    """The args are the path to the difference, innermost first."""
 
 
 @dataclass(frozen=True, eq=False)
 class StepFamily:
-    """A step at any size, from recordings at a few.
-
-    Every recording after the first differs from it in one size: a field of the step, or several that grow
+    """Every recording after the first differs from it in one size: a field of the step, or several that grow
     together.
     """
 
@@ -153,7 +145,6 @@ class StepFamily:
 
     @cached_property
     def fields(self) -> tuple[str, ...]:
-        """The field that each recording after the first varies."""
         first = self.recordings[0].trace.step
         steps = [graph.trace.step for graph in self.recordings[1:]]
         names = [
@@ -164,7 +155,6 @@ class StepFamily:
         return tuple(changed[0] for changed in names)
 
     def at(self, step: Step) -> Graph:
-        """Raises MismatchError for unlike recordings."""
         for graph in self.recordings:
             if graph.trace.step == step:
                 return graph
@@ -192,13 +182,11 @@ class StepFamily:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Shape:
-    """A constant, a number that grows, or a record of such parts.
-
-    Equal shapes are one object, so repeated layers are built once.
+    """A constant, a number that grows, or a record of such parts. Equal shapes are one object, so repeated
+    layers are built once.
     """
 
     value: Any = None
-    # In every recording after the first.
     growth: tuple[int, ...] = ()
     make: Callable[..., Any] | None = None
     parts: tuple["_Shape", ...] = ()
@@ -252,7 +240,6 @@ class _Writing:
         self._known: dict[_Shape, Any] = {}
 
     def of(self, shape: _Shape) -> Any:
-        """Raises _Uneven for a fractional number."""
         if shape.make is None and not shape.growth:
             return shape.value
         if shape not in self._known:

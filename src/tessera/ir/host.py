@@ -7,7 +7,6 @@ from pathlib import Path
 
 NODES = Path("/sys/devices/system/node")
 CPUINFO = Path("/proc/cpuinfo")
-# Flag in /proc/cpuinfo, best first.
 FLAGS = {
     "amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16", "avx512f": "AVX-512", "avx2": "AVX2",
     "sve": "SVE", "asimd": "NEON",
@@ -23,12 +22,12 @@ class HostNode:
 
 
 def host_nodes() -> tuple[HostNode, ...]:
-    """Nodes with usable cores; one node where the system does not say."""
+    """One node where the system does not say."""
     usable, sizes = os.sched_getaffinity(0), dict[Path, int]()
     for path in sorted(NODES.glob("node[0-9]*")):
         words = _text(path / "meminfo").split()
         sizes[path] = int(words[words.index("MemTotal:") + 1]) if "MemTotal:" in words else 0
-    # Nodes may not count memory that was added to a running machine: they get shares of its total.
+    # Nodes may not count memory that was added to a running machine.
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     nodes = []
     for path, size in sizes.items():

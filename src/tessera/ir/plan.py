@@ -3,9 +3,8 @@ figures are modelled.
 
 A program is one lane lowered to an instruction list per device, in trace order. A send follows its producer
 and a receive precedes its first reader, so devices cannot deadlock. A value is sent once per destination.
-Sends copy into transport memory. Buffers are freed after their last use. Weights that a device does not hold
-are fetched from a host's memory into one of `SLOTS` places: the first before the step, each other one after
-the launch that used its place before.
+Weights that a device does not hold are fetched from a host's memory into one of `SLOTS` places: the first
+before the step, each other one after the launch that used its place before.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,11 +32,10 @@ class Objective(StrEnum):
 class Placement:
     # devices[step][launch] indexes the cluster's devices.
     devices: tuple[tuple[int, ...], ...]
-    # (weight, host that keeps it): launches on other devices fetch it in every run.
+    # (weight, host that keeps it): launches elsewhere fetch it in every run.
     fetched: tuple[tuple[str, int], ...] = ()
 
     def renumbered(self, numbers: Sequence[int]) -> "Placement":
-        """Device d becomes numbers[d]."""
         devices = tuple(tuple([numbers[d] for d in step]) for step in self.devices)
         return Placement(devices, tuple((name, numbers[host]) for name, host in self.fetched))
 
@@ -50,7 +48,7 @@ class Lane:
 
 
 def lane_sequence(shares: Sequence[float]) -> Iterator[int]:
-    """Endless lane numbers, each lane spread evenly by share."""
+    """Endless lane numbers, spread evenly by share."""
     taken, total = [0] * len(shares), sum(shares)
     for turn in count(1):
         # Earliest due lane among those not ahead of their share, so no lane is one ahead.
@@ -69,7 +67,6 @@ class Baseline:
     latency_us: float | None
     usd_per_1k_units: float | None = None
     joules_per_unit: float | None = None
-    # Requests in flight.
     microbatches: int | None = None
 
 
@@ -99,7 +96,7 @@ class Plan:
     # Work units per second, by busy time and simulated.
     throughput_per_s: float
     simulated_per_s: float
-    # Upper bound of any mix of placements under the same costs.
+    # Bound of any mix of placements under the same costs.
     bound_per_s: float
     latency_us: float
     baselines: tuple[Baseline, ...] = ()
@@ -107,16 +104,16 @@ class Plan:
     lane_table: tuple[int, ...] = ()
     # Share of the simulated rate lost to whole microbatches.
     rounding_loss: float = 0.0
-    # (requests in flight, simulated work units per second).
+    # (requests in flight, simulated rate).
     by_microbatches: tuple[tuple[int, float], ...] = ()
     # Limit by memory; None: unlimited.
     max_microbatches: int | None = None
     robust: Robust | None = None
-    # At the simulated rate, unused devices off; None: unknown.
+    # At the simulated rate, unused devices off.
     joules_per_unit: float | None = None
     # "--pin attention=emu:a100".
     constraints: tuple[str, ...] = ()
-    # Pages that its microbatches share, also with other plans; empty: each has its own state.
+    # Pages that its microbatches share; empty: each has its own state.
     home: str = ""
 
     @property
@@ -137,7 +134,6 @@ class Plan:
 
     @property
     def usd_per_hour(self) -> float | None:
-        """None if a used device has no price."""
         prices = [self.cluster.devices[d].usd_per_hour for d in self.used]
         known = [p for p in prices if p is not None]
         return sum(known) if len(known) == len(prices) else None
@@ -149,7 +145,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """Distance to the bound, as a fraction of it."""
+        """As a fraction of the bound."""
         return max(0.0, 1.0 - self.throughput_per_s / self.bound_per_s) if self.bound_per_s else 0.0
 
 
@@ -184,8 +180,6 @@ Instruction = Run | Send | Recv | Free | Fetch
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Bytes [start, stop) of one buffer version."""
-
     value: int
     buffer: int
     start: int
@@ -200,20 +194,18 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Program:
-    """Instructions of every device for one run of a step along a lane."""
+    """One run of a step along a lane."""
 
     lane: int
     # Index into `Plan.graphs`; in a stepper over workers, into the steps of all its plans.
     step: int
-    # Runs per request.
     count: int
     instructions: tuple[tuple[Instruction, ...], ...]
     transfers: tuple[Transfer, ...]
-    # Weight buffers held by each device.
     weights: tuple[tuple[int, ...], ...]
     # (state buffer, device at the start of the step).
     homes: tuple[tuple[int, int], ...]
     # (output name, device at the end of the step).
     outputs: tuple[tuple[str, int], ...]
-    # Number of the home whose pages it uses; -1: each microbatch has its own state.
+    # Number of the home whose pages it uses; -1: none.
     home: int = -1

@@ -56,9 +56,8 @@ class Expected:
     ttft_p99_ms: float
     # Share of the time that each device computes.
     busy: tuple[float, ...]
-    # Runs of each step, by group and step of its plan.
+    # Runs by group and step of its plan.
     steps: tuple[tuple[int, ...], ...]
-    # Requests at once.
     clients: int
     pages_moved: int = 0
 
@@ -74,7 +73,6 @@ class GroupSize:
     role: Role
     devices: tuple[str, ...]
     sequences: int
-    # Largest step.
     tokens: int
     microbatches: int
 
@@ -99,7 +97,6 @@ class Group:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """0: no window."""
         return self.plan.graphs[-1].trace.step.windows or (0,)
 
     @property
@@ -113,8 +110,6 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """Another policy at its best for the same load."""
-
     policy: str
     groups: tuple[GroupSize, ...]
     expected: Expected
@@ -129,7 +124,7 @@ class ServicePlan:
     # None: not rehearsed.
     expected: Expected | None = None
     rivals: tuple[Rival, ...] = ()
-    # Upper bound of tokens per second by busy time, any policy; None: not computed.
+    # Tokens per second by busy time, any policy.
     bound_per_s: float | None = None
 
     @property
@@ -142,6 +137,6 @@ class ServicePlan:
 
     @property
     def clients(self) -> int:
-        """Sequences present at once. One in a prompts group has a place where it will answer."""
+        """A sequence in a prompts group has a place where it will answer."""
         answering = [group for group in self.groups if group.role is not Role.PROMPTS]
         return sum(group.sequences * group.microbatches for group in answering)

@@ -7,13 +7,11 @@ from itertools import pairwise
 
 import msgspec
 
-# Shown only in the JSON.
 HIDDEN = msgspec.Meta(extra={"hidden": True})
 LINK_ARROW = " -> "
 
 
 def shown(label: str = "", unit: str = "") -> msgspec.Meta:
-    """Label for people, and a unit (a key of `cli.render.UNITS`)."""
     return msgspec.Meta(extra={"label": label, "unit": unit})
 
 
@@ -24,8 +22,6 @@ class Clock(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A launch on a device or a transfer on a link."""
-
     # Device name, or "src -> dst" for a link.
     track: str
     label: str
@@ -55,7 +51,7 @@ class Timeline:
         return busy
 
     def transfer_us(self) -> tuple[float, float]:
-        """Total transfer time, and the part hidden by compute on the destination."""
+        """Total, and the part hidden by compute on the destination."""
         computing: dict[str, list[tuple[float, float]]] = {}
         for span in self.spans:
             if not span.is_transfer:
@@ -87,7 +83,6 @@ def _shared(intervals: list[tuple[float, float]], start: float, stop: float) -> 
 
 @dataclass(frozen=True)
 class Arrivals:
-    # "poisson:20", or a file.
     name: str
     times_s: tuple[float, ...]
     # Tokens per request; empty: one average work unit each.
@@ -96,7 +91,6 @@ class Arrivals:
 
     @property
     def rate_per_s(self) -> float:
-        """Infinite if simultaneous."""
         if not self.times_s:
             return 0.0
         span = self.times_s[-1] - self.times_s[0]
@@ -104,18 +98,17 @@ class Arrivals:
 
 
 class DecisionKind(StrEnum):
-    SWITCH = "switch"  # another policy
-    REPLAN = "replan"  # start planning
-    ADOPT = "adopt"  # adopt new plans
-    LOSE = "lose"  # device lost
-    RETURN = "return"  # device recovered
+    SWITCH = "switch"
+    REPLAN = "replan"
+    ADOPT = "adopt"
+    LOSE = "lose"
+    RETURN = "return"
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
     at_s: float
     kind: DecisionKind
-    # Policy from here on.
     policy: str
     why: str
 

@@ -288,6 +288,7 @@ class Trace:
     kernels: tuple[Kernel, ...]
     buffers: tuple[Buffer, ...]
     launches: tuple[Launch, ...]
+    # Results by name.
     outputs: tuple[tuple[str, View], ...]
     num_views: int = 0
     # (operator, count) that returned old memory without declaring it.

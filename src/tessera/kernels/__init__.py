@@ -19,14 +19,13 @@ MODULES = {
     "selective_scan": "tessera.kernels.recurrent",
     "delta_scan": "tessera.kernels.recurrent",
 }
-# Part of a mixture of experts -> index of its offsets; its first expert and its share follow.
+# Part of a mixture -> index of its offsets; the first expert and the share follow.
 PARTS = {"tessera.grouped_part.default": 2, "tessera.packed_part.default": 4}
 
 # Positions per page.
 PAGE = 16
 # Most page tables where there are two windows.
 MAX_GROUPS = 8
-# Added to a vector's square sum (`recurrent`).
 NORM_EPSILON = 1e-6
 # State that is not in pages: the tokens chosen last, and, by prefix, what is kept by row.
 NEWEST = "newest"
@@ -38,7 +37,6 @@ def of_group(name: str, group: int) -> str:
 
 
 def max_pages(tokens: int, windows: Sequence[int], step: int) -> int:
-    """Most pages of a sequence read in steps of at most `step` tokens, with one window per group."""
     return sum(-(-(min(tokens, window + step + PAGE) if window else tokens) // PAGE) for window in windows)
 
 

@@ -2,11 +2,9 @@
 
 from enum import IntEnum
 
-# Arguments among the inputs of a step, in order.
 INPUTS = ("settings", "numbers", "edits", "masks")
 # A step may be ordered without these; they follow while it runs.
 LATE_INPUTS = frozenset({"masks"})
-# Most alternatives of logprobs.
 MAX_TOP = 20
 EDIT_FIELDS = 3
 # A token with a lower scaled logit than this below the largest cannot win: -log(E) is in -2.82 : 22.88.
@@ -28,7 +26,6 @@ class Setting(IntEnum):
 
 class Number(IntEnum):
     SEED = 0
-    # Position of the new token.
     POSITION = 1
     # 0: all tokens.
     TOP_K = 2

@@ -90,7 +90,6 @@ def _on_cpu(
 
 
 def _draw(kept: dict[int, tuple[torch.Tensor, torch.Tensor]], numbers: torch.Tensor) -> torch.Tensor:
-    """Row -> tokens and their scaled logits."""
     counts = [len(tokens) for tokens, _ in kept.values()]
     own = numbers[list(kept)].repeat_interleave(torch.tensor(counts), 0)
     tokens, scaled = (torch.cat(parts) for parts in zip(*kept.values(), strict=True))
@@ -142,7 +141,6 @@ def _edited(
 
 
 def _limit(scaled: torch.Tensor, settings: list[float], numbers: list[int]) -> float:
-    """The least scaled logit kept."""
     limit = OUT_OF_REACH
     if settings[Setting.MIN_P] > 0:
         limit = max(limit, float(torch.tensor(settings[Setting.MIN_P]).log()))
@@ -170,8 +168,8 @@ def _exponential(tokens: torch.Tensor, seeds: torch.Tensor, positions: torch.Ten
 
 
 def philox(counter: torch.Tensor, position: torch.Tensor, seed: torch.Tensor) -> npt.NDArray[np.int64]:
-    """[4, N] 32-bit words (as int64): Philox 4x32-10 of (counter, position, 0, 0). Small operators of numpy
-    take a fraction of torch's time.
+    """[4, N] 32-bit words of (counter, position, 0, 0). Small operators of numpy take a fraction of torch's
+    time.
     """
     key = seed.numpy()
     high, low = (key >> 32) & _WORD, key & _WORD

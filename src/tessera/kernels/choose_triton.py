@@ -1,14 +1,13 @@
 # ruff: noqa: ANN001, ANN201, ANN202
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""The next token of each sequence on a GPU: the CUDA implementation of `tessera::choose`.
+"""The CUDA implementation of `tessera::choose`.
 
-  largest    program (row, segment of the vocabulary): edited logits, in scratch memory if the row has edits
-             or a mask; the largest logit
+  largest    program (row, segment of the vocabulary): edited logits, in scratch memory, and the largest
   narrow     (row, segment), several times: weights above some pivots between two bounds of the threshold of
              top-k or top-p; the next call goes on between two neighbouring pivots
   limit      (row): the threshold, by bisection if the last bounds have different logits between them
   race       (row, segment): the highest score
-  token      (row): the winner, and logprobs, whose alternatives take a pass over the row each
+  token      (row): the winner and logprobs
 
 Greedy rows run only the first and the last. Nothing is read on the host, so a step can be part of a CUDA
 graph. Sums of weights are in float32, in an order that depends on the vocabulary's size.
@@ -22,9 +21,9 @@ from tessera.kernels.choice import MAX_TOP, OUT_OF_REACH, SMALL_DRAW, Number, Se
 from tessera.kernels.choose import results
 
 _MAX_BLOCK, _MAX_WARPS = 4096, 16
-# Programs that keep a large card busy; rows are divided into segments up to this number.
+# Programs that keep a large card busy.
 _BUSY = 264
-# Calls of `choose_narrow`, and pivots of each; the first pivot is the lower bound.
+# Calls of `choose_narrow`, and pivots of each.
 _ROUNDS, _SLOTS = 5, tl.constexpr(8)
 # Pivots, the upper bound, and the wanted weight.
 _BOUNDS = tl.constexpr(_SLOTS.value + 2)
@@ -199,7 +198,6 @@ def choose_narrow(
     VOCAB: tl.constexpr, LOGITS_ROW: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
     SEGMENTS: tl.constexpr, SEGMENTS_PAD: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """Weights of a segment from each pivot on; the least and the largest logit between the bounds."""
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     settings += row * _NUM_SETTINGS
     numbers += row * _NUM_NUMBERS
@@ -284,7 +282,7 @@ def choose_limit(
     VOCAB: tl.constexpr, LOGITS_ROW: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
     SEGMENTS: tl.constexpr, SEGMENTS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """The least scaled logit kept; `sums` are the first, `bounds` the last."""
+    """`sums` are the first, `bounds` the last."""
     row = tl.program_id(0).to(tl.int64)
     settings += row * _NUM_SETTINGS
     numbers += row * _NUM_NUMBERS
@@ -326,7 +324,7 @@ def _bisect(
     logits, scratch, is_edited, most, sharpness, low, high, wanted, is_count, VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The largest scaled logit from `low` to `high` from which on tokens have the wanted weight."""
+    """The largest scaled logit from which on tokens have the wanted weight."""
     while low < high:
         middle = low + (high - low) * 0.5
         middle = tl.where(middle > low, middle, high)
@@ -436,7 +434,7 @@ def choose_token(
 
 @triton.jit
 def _next_largest(logits, below, after, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest logit behind (`below`, `after`) in descending order, and its first token."""
+    """The largest logit behind (`below`, `after`) in descending order."""
     best, place = tl.full([BLOCK], _BANNED, tl.float32), tl.zeros([BLOCK], tl.int32)
     for start in range(0, VOCAB, BLOCK):
         token = start + tl.arange(0, BLOCK)

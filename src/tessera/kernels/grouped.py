@@ -21,7 +21,7 @@ Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def chosen(offsets: torch.Tensor, first: int, num: int) -> Iterator[tuple[int, slice]]:
-    """Experts of a part that have rows, counted from its first, and their rows."""
+    """Experts of a part that have rows, counted from its first."""
     ends = offsets[max(0, first - 1) : first + num].tolist()
     begin = ends.pop(0) if first else 0
     for expert, end in enumerate(ends):
@@ -31,7 +31,7 @@ def chosen(offsets: torch.Tensor, first: int, num: int) -> Iterator[tuple[int, s
 
 
 def empty_part(x: torch.Tensor, width: int, offsets: torch.Tensor) -> torch.Tensor:
-    """Rows without an expert are 0; the others have no values."""
+    """Rows without an expert are 0."""
     out = x.new_empty(x.shape[0], width)
     out[int(offsets[-1]) :] = 0
     return out

@@ -1,5 +1,4 @@
-"""One launch of a PTX kernel, on a GPU by the driver (`PtxKernel`) or on a CPU by the interpreter, exactly
-and slowly.
+"""One launch of a PTX kernel, by the driver on a GPU or by the interpreter on a CPU.
 
 A list of tensors is passed as the address of a table of pointers. Pointers behind the launch's arguments
 (Triton's scratch memory, which `capture` has proved unused) are null.
@@ -59,7 +58,6 @@ def _interpret(kernel: Kernel, grid: Grid, block: Grid, args: Sequence[Any]) -> 
     arrays: dict[int, Any] = {}
 
     def pointer(arg: Any) -> Any:
-        """An offset into the storage's bytes; one array per storage."""
         if isinstance(arg, list | tuple):
             entries = [pointer(x) if isinstance(x, torch.Tensor) else np.int64(x) for x in arg]
             return ByPointer(Packed({8 * k: x for k, x in enumerate(entries)}, max(8 * len(entries), 8)))

@@ -1,10 +1,12 @@
-"""tessera::lora: adds low-rank adapters to a product; rows of a step may have different ones.
+"""tessera::lora: adds low-rank adapters to a product.
 
-y         [..., N]   the product of the base weight
-x         [..., K]   its input
-down, up  [A, R, K], [A, N, R]   adapters one behind the other, scales included
-adapters  [T]        adapter of each row of x, from 1; 0: none
--> y + x @ down.T @ up.T
+    y         [..., N]   the product of the base weight
+    x         [..., K]   its input
+    down, up  [A, R, K], [A, N, R]   adapters one behind the other, scales included
+    adapters  [T]        adapter of each row of x, from 1; 0: none
+    -> y + x @ down.T @ up.T
+
+Rows of a step may have different adapters.
 """
 
 import torch

@@ -1,16 +1,14 @@
 # ruff: noqa: ANN001, ANN201
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Low-rank adapters on a GPU: the CUDA implementation of `tessera::lora`.
+"""The CUDA implementation of `tessera::lora`.
 
-`lora_down` has one program per row, `lora_up` one per row and tile of outputs. Sums are in float32. Adapter
-numbers are read on the GPU, so a step can be part of a CUDA graph.
+Sums are in float32. Adapter numbers are read on the GPU, so a step can be part of a CUDA graph.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-# Inputs per iteration of `lora_down`, outputs per program of `lora_up`.
 _DEPTH, _COLUMNS = 256, 64
 
 
@@ -55,7 +53,6 @@ def lora_up(
     y, low, up, adapters, out, Y_ROW: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr,
     RANK: tl.constexpr,
 ):  # fmt: skip
-    """Copies a row without an adapter."""
     row = tl.program_id(1).to(tl.int64)
     n, rank = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, RANK)
     is_output = n < N

@@ -1,5 +1,4 @@
-"""Products with packed weights (`packing`): tessera::packed_linear, and for experts tessera::packed_grouped
-and tessera::packed_part.
+"""Operators for products with packed weights (`packing`).
 
 On a CPU the product is `linear` of the dequantised weight, so it has the bits of the dequantised model's.
 """

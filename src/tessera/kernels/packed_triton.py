@@ -1,10 +1,9 @@
 # ruff: noqa: ANN001, ANN201, ANN202
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Products with packed weights on a GPU: the CUDA implementation of the operators of `packed`.
+"""The CUDA implementation of the operators of `packed`.
 
   few rows, experts  `packed_product`: one program per (tile of outputs, expert, split of inputs). It turns
                      codes into numbers in registers; scales multiply the sums of a group, in float32.
-                     `packed_join` adds several splits up.
   many rows          `packed_unpack` writes the weight out, and the library multiplies.
 
 Codes become floats by their bits: a small integer is the mantissa of 128 (bfloat16) or 1024 (float16), and a
@@ -26,14 +25,13 @@ from torch.nn.functional import linear
 from tessera.kernels.grouped import rotated
 from tessera.kernels.packing import BITS, MIDDLE, dequantise, num_columns
 
-# Rows, of each expert, from which a weight is written out; most bytes of one with experts.
+# Rows, of each expert, from which a weight is written out.
 MANY_ROWS, MANY_EACH, MAX_EXPERTS_BYTES = 256, 128, 2 << 30
-# Inputs per iteration; a group of one scale has at least the lower number.
 MAX_DEPTH, MIN_DEPTH = 128, 32
 # Programs that keep a large card's memory busy, and the least iterations of one.
 _BUSY, _LEAST = 200, 4
 _MAX_SPLITS = 8
-# Bytes written and read again per output, row and split.
+# Bytes per output, row and split.
 _JOINED = 8
 _COLUMNS, _WARPS, _STAGES = 128, 4, 4
 
@@ -48,7 +46,7 @@ class ProductTile:
 
 
 def tile_for(rows: int, experts: int, outputs: int, iterations: int, line: int) -> ProductTile:
-    """`iterations`: groups of inputs; `line`: bytes of an output's codes."""
+    """`line`: bytes of an output's codes."""
     each = rows if experts == 1 else -(-2 * rows // experts)
     tile_rows = min(max(16, triton.next_power_of_2(each)), 64)
     programs = -(-outputs // _COLUMNS) * min(experts, rows)
@@ -59,7 +57,7 @@ def tile_for(rows: int, experts: int, outputs: int, iterations: int, line: int) 
 
 
 def depth_of(columns: int, group: int) -> int:
-    """A power of two that divides the group of a scale; 0 if there is none."""
+    """A power of two that divides the group of a scale."""
     if group >= columns:
         return MAX_DEPTH
     depth = min(group & -group, MAX_DEPTH)
@@ -134,7 +132,6 @@ def unpack(
     block: Sequence[int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The numbers [E, N, K], as on a CPU."""
     (experts, outputs), columns = codes.shape[:2], num_columns(codes, weight_format)
     if columns % MIN_DEPTH or not depth_of(columns, block[1]):
         return dequantise(codes, scales, zeros, None, weight_format, block, dtype)
@@ -155,7 +152,6 @@ def _items(
     codes: torch.Tensor, weight_format: str, depth: int, dtype: torch.dtype
 ) -> tuple[int, int, torch.Tensor]:
     """Codes per item, inputs per iteration, and items: 16-bit words if a product has enough, else bytes.
-
     MXFP4's groups are short: with words, an iteration has several.
     """
     each = 8 // BITS[weight_format]
@@ -189,7 +185,6 @@ def packed_product(
     BLOCK_K: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, EACH: tl.constexpr,
     DEPTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One expert, over a share of the inputs; `EACH`: codes per item."""
     expert, split = tl.program_id(1), tl.program_id(2)
     begin, end = 0, rows
     if offsets is not None:
@@ -253,7 +248,7 @@ def _product(
     given, code, less, part, EACH: tl.constexpr, FORMAT: tl.constexpr, NIBBLES: tl.constexpr,
     MIDDLE: tl.constexpr,
 ):  # fmt: skip
-    """Adds inputs times codes without their scales; an item has four, two or one."""
+    """Adds inputs times codes, without scales."""
     ROWS: tl.constexpr = given.shape[0]
     DEPTH: tl.constexpr = given.shape[1]
     if EACH == 4:
@@ -282,10 +277,7 @@ def _product(
 
 @triton.jit
 def _multiplied(x, word, zero, total, J: tl.constexpr, FORMAT: tl.constexpr, MIDDLE: tl.constexpr):
-    """Adds inputs times code J of every 16-bit word, two words at once.
-
-    `zero`: of each output; for mxfp4 the factors of the words.
-    """
+    """Code J of every 16-bit word. `zero`: of each output; for mxfp4 the factors of the words."""
     IS_BRAIN: tl.constexpr = x.dtype == tl.bfloat16
     SHORT: tl.constexpr = tl.bfloat16 if IS_BRAIN else tl.float16
     CODE: tl.constexpr = _two_codes(FORMAT, J, IS_BRAIN)
@@ -314,7 +306,6 @@ def _two_codes(form, place, is_brain):
         magic, one = ("0x43004300", "0x3F803F80") if is_brain else ("0x64006400", "0x3C003C00")
         body = f"shr.u32 t, $1, {4 * place}; lop3.b32 t, t, 0x000F000F, {magic}, 0xEA; mov.b32 s, {one};"
         return f"{{ .reg .b32 s, t; {body} {fma} $0, t, s, $2; }}"
-    # Exponent and mantissa shift; the sign goes to the top.
     if form == "fp8":
         keep, up, sign = ("0x07F007F0", 4, 8) if is_brain else ("0x3F803F80", 7, 8)
         up, sign = up - 8 * place, sign - 8 * place
@@ -330,7 +321,6 @@ def _two_codes(form, place, is_brain):
 def _scales(
     scales, at, first, is_output, NUM: tl.constexpr, BLOCK_K: tl.constexpr, GROUPS: tl.constexpr
 ):  # fmt: skip
-    """[outputs], or [outputs, groups] of several groups."""
     if GROUPS == 1:
         found = tl.load(scales + at + first // BLOCK_K, mask=is_output, other=0)
     else:
@@ -342,7 +332,7 @@ def _scales(
 
 @triton.jit
 def _spread(powers, WORDS: tl.constexpr):
-    """2**63 times the powers of two of groups, for each of their words."""
+    """2**63 times the powers of two of groups, for each word."""
     COLUMNS: tl.constexpr = powers.shape[0]
     GROUPS: tl.constexpr = powers.shape[1]
     factor = ((tl.minimum(powers, 191).to(tl.int16) + 63) << 7).to(tl.bfloat16, bitcast=True)
@@ -359,7 +349,6 @@ def _factor(scale, FORMAT: tl.constexpr):
 
 @triton.jit
 def _numbers(code, zero, DTYPE: tl.constexpr, FORMAT: tl.constexpr, MIDDLE: tl.constexpr):
-    """Exact."""
     IS_BRAIN: tl.constexpr = DTYPE == tl.bfloat16
     SHORT: tl.constexpr = tl.bfloat16 if IS_BRAIN else tl.float16
     if FORMAT == "int4":

@@ -1,6 +1,4 @@
-"""Weights of 4 or 8 bits as codes and scales.
-
-A packed weight of N rows and K columns:
+"""Weights of 4 or 8 bits as codes and scales, of N rows and K columns.
 
     codes   [..., N, K]     one byte per weight, or [..., N, K / 2]: two, the even column in the low bits
     scales  [..., N / r, K / c]   one per block of r x c weights (`block`)
@@ -31,7 +29,6 @@ def num_columns(codes: torch.Tensor, weight_format: str) -> int:
 
 
 def unpack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """[..., K / 2] bytes -> [..., K] codes."""
     return torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
 
 
@@ -69,7 +66,6 @@ def dequantise(
 
 
 def _dequantise_mxfp4(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """One look-up for both numbers of a byte."""
     # Products with these powers of two are exact in this type.
     exact = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
     values = torch.tensor(E2M1, dtype=exact, device=codes.device)

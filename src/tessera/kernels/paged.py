@@ -40,8 +40,6 @@ SCHEMA = (
 
 @dataclass(frozen=True)
 class _QueryRows:
-    """New tokens of one sequence."""
-
     first: int
     count: int
     position: int
@@ -79,7 +77,7 @@ def _on_cpu(
         numbers = [(p.first, p.position - p.begin, p.page, p.num_pages - 1) for p in group]
         first, now, page, last = torch.tensor(numbers).t()[..., None]
         rows = (first + torch.arange(count)).flatten()
-        # Pad to equal pages: a short part repeats its last.
+        # A short part repeats its last page.
         table = pages.index_select(0, (page + torch.arange(most).minimum(last)).flatten())
         ago = (now + torch.arange(count))[:, :, None] - torch.arange(most * PAGE)
         seen = (ago >= 0) & (ago < window) if window else ago >= 0
@@ -119,9 +117,7 @@ def _attend(
     soft_cap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """[parts, queries, heads, width] over [parts, keys, heads, width]. Query heads that share a key head
-    become further queries.
-    """
+    """Query heads that share a key head become further queries."""
     parts, count, heads, width = query.shape
     kv_heads = keys.shape[2]
     rows = query.view(parts, count, kv_heads, -1, width).permute(0, 2, 3, 1, 4).flatten(2, 3)
@@ -142,7 +138,6 @@ def _scores(rows: torch.Tensor, keys: torch.Tensor, scale: float, soft_cap: floa
 
 
 def _mix(scores: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Softmax of [parts, heads, queries, keys] with each head's sink."""
     parts, heads, count, held = scores.shape
     if sinks is not None:
         column = sinks.to(scores.dtype).view(1, heads, 1, 1).expand(parts, heads, count, 1)

@@ -1,17 +1,16 @@
 # ruff: noqa: ANN001, ANN201, ANN202
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Attention over paged keys and values on a GPU: the CUDA implementation of `tessera::paged_attention`.
+"""The CUDA implementation of `tessera::paged_attention`.
 
   one new token      `paged_decode`: one program per (key head, sequence, split of its keys); the query heads
-                     of the key head are the rows of its products. `paged_join` adds several splits up. Also
-                     writes the zeros of padding tokens.
+                     of the key head are the rows of its products. Also writes the zeros of padding tokens.
   several new ones   `paged_prefill`: one program per (key head, tile of one sequence's tokens). A tile's
                      sequence is looked up in `query_starts`, so the grid is a bound.
 
 Lengths and page tables are read on the GPU alone, so a step can be part of a CUDA graph. Grids, blocks and
 splits depend on shapes and types (`tiles_for`); the pipeline's depth, which changes no bit, on the card.
 
-Softmax is online, in float32 and powers of two. Sums are float32, without TF32.
+Softmax is online, in powers of two. Sums are float32, without TF32.
 """
 
 from dataclasses import dataclass, replace
@@ -28,25 +27,22 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 # Stands for minus infinity, without its NaNs.
 _NEVER = tl.constexpr(-1.0e30)
 
-# Decode programs that keep a large card's memory busy; below half of it keys are split.
+# Programs that keep a large card's memory busy; below half of it keys are split.
 _BUSY = 512
-# Least keys per split of the longest sequence.
 _SPLIT_KEYS = 256
-# Up to this many programs do not keep a card's memory busy.
 _FEW = 256
 _MAX_SPLITS = 64
-# Shared memory of a thread block on every card since Ampere; bytes for sums and page numbers.
+# Shared memory of a thread block since Ampere; bytes for sums and page numbers.
 _SHARED_BYTES, _OTHER_BYTES = 99 << 10, 2 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    # Query heads, or tokens times query heads of one key head.
+    # Query heads, or tokens times query heads.
     rows: int
     keys: int
     warps: int
     stages: int
-    # Most per thread; None: unlimited.
     registers: int | None = None
 
 
@@ -54,7 +50,6 @@ class Tile:
 class Tiles:
     decode: Tile
     prefill: Tile
-    # Programs that share the keys of one sequence and key head.
     splits: int
 
 
@@ -155,7 +150,6 @@ def attend(
     tiles: Tiles | None = None,
     tails: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """`step`: the first seven arguments of the operator; `tails`: further elements of queries and keys."""
     query, keys, values, pages, page_starts, lengths, query_starts = step
     tiles = tiles or _tiles_of(query, values, pages, lengths)
     is_shared = keys.data_ptr() == values.data_ptr() and keys.shape == values.shape
@@ -208,7 +202,6 @@ def paged_decode(
     VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One split of the keys of one key head. Also writes the zeros of padding."""
     head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     query_heads = tl.num_programs(0) * GROUP
     member, d, dv = tl.arange(0, ROWS), tl.arange(0, SIZE_PAD), tl.arange(0, VALUE_PAD)
@@ -291,7 +284,6 @@ def paged_prefill(
     VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     SEQUENCES_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A tile of tokens, all query heads of one key head."""
     TOKENS: tl.constexpr = ROWS // GROUP
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # later tokens see more: start them first
@@ -369,7 +361,7 @@ def _see(
     SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     BLOCK: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """State of rows after a block of keys; `BOUNDED`: some keys are hidden from some rows."""
+    """`BOUNDED`: some keys are hidden from some rows."""
     place = start + tl.arange(0, BLOCK)
     is_key = place < end if BOUNDED else tl.full([BLOCK], True, tl.int1)
     page = tl.load(table + place // _PAGE, mask=is_key, other=0).to(tl.int64)

@@ -28,7 +28,6 @@ from tessera_ptx import (
 # An access of more separate runs is widened to their hull.
 MAX_REGIONS = 16
 
-# No buffer has an address below this.
 _FAR = 1 << 40
 
 
@@ -55,7 +54,7 @@ def triton_accesses(
 
 
 def tables_of(kernel: Kernel) -> tuple[int, ...]:
-    """Parameters that lead to tables of pointers; none if the kernel cannot be proved for other reasons."""
+    """Empty if the kernel cannot be proved for other reasons."""
     report = _report(kernel)
     return () if isinstance(report, str) else report.tables
 

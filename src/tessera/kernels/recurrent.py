@@ -27,7 +27,6 @@ from torch.nn.functional import silu, softplus
 from tessera.kernels import NORM_EPSILON
 from tessera.kernels.register import register
 
-# Tokens of a product in `ssd_scan`.
 CHUNK = 64
 
 _TABLES = "Tensor(a!) state, Tensor starts, Tensor rows"
@@ -44,8 +43,6 @@ SCHEMAS = {
 
 @dataclass(frozen=True)
 class _Alike:
-    """Sequences of one length: tokens [n, count], state rows [n], and which begin."""
-
     tokens: torch.Tensor
     rows: torch.Tensor
     begins: torch.Tensor

@@ -1,16 +1,15 @@
 # ruff: noqa: ANN001, ANN201, ANN202
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Recurrent layers on a GPU: the CUDA implementations of `recurrent`.
+"""The CUDA implementations of `recurrent`.
 
   causal_conv      `conv_tokens` computes tiles of tokens and channels, then `conv_keep` replaces each state
                    by its sequence's last inputs. One token per sequence: `conv_update` does both.
-  ssd_scan         `ssd_update` for sequences with one token reads and writes the state once. `ssd_chunks` for
-                   others goes through the chunks of one sequence and head with the state in registers.
-  selective_scan   `selective_tokens` goes through the chunks of one sequence for some channels; states
-                   within a chunk are a prefix scan. Chunks are one token where sequences have one.
-  delta_scan       `delta_tokens`: token by token, for some values of one head. With one decay per head,
-                   sequences of several tokens are read by chunk (`delta_chunks`): what each token changes in
-                   the state solves a triangular system, whose inverse is a product of a few powers.
+  ssd_scan         `ssd_update` for sequences with one token, `ssd_chunks` for others, with the state in
+                   registers.
+  selective_scan   `selective_tokens`: states within a chunk are a prefix scan.
+  delta_scan       `delta_tokens`: token by token. With one decay per head, sequences of several tokens are
+                   read by chunk (`delta_chunks`): what each token changes in the state solves a triangular
+                   system, whose inverse is a product of a few powers.
 
 Sums are float32, without TF32. Programs of all sequences share the zeros of padding tokens. Starts and rows
 are read on the GPU, so a step can be part of a CUDA graph.
@@ -24,12 +23,9 @@ from tessera.kernels import NORM_EPSILON
 
 _EPSILON = tl.constexpr(NORM_EPSILON)
 _CONV_TOKENS, _CONV_CHANNELS = 16, 128
-# State elements of a program that goes token by token.
 _STATE_ELEMENTS = 4096
-# Tokens of a chunk, state rows of a program, and warps, in `ssd_chunks`.
 _CHUNK_TOKENS, _CHUNK_ROWS, _CHUNK_WARPS = 32, 64, 4
 
-# Tokens of a chunk in `selective_tokens`; the same and values of a program in `delta_chunks`.
 _SELECTIVE_TOKENS = 16
 _DELTA_TOKENS, _DELTA_VALUES = 16, 32
 
@@ -131,7 +127,6 @@ def _softplus(x):
 
 @triton.jit
 def _sequence(starts, rows, sequence):
-    """First token, count, state row, and whether the sequence goes on."""
     first = tl.load(starts + sequence)
     count = tl.load(starts + sequence + 1) - first
     row = tl.load(rows + sequence)
@@ -140,7 +135,6 @@ def _sequence(starts, rows, sequence):
 
 @triton.jit
 def _clear_padding(place, inside, starts, tokens, ROW: tl.constexpr, SIZE: tl.constexpr):
-    """Zeros for a share of the padding tokens."""
     step = tl.num_programs(1)
     for padding in range(tl.load(starts + step) + tl.program_id(1), tokens, step):
         zeros = tl.zeros([SIZE], place.dtype.element_ty)
@@ -342,7 +336,6 @@ def ssd_chunks(
 
 @triton.jit
 def _after(decay, added, next_decay, next_added):
-    """Two changes of a state, one after the other."""
     return decay * next_decay, added * next_decay + next_added
 
 

@@ -14,7 +14,7 @@ def register(
     on_cpu: Callable[..., Any],
     on_cuda: str | Callable[..., Any],
 ) -> None:
-    """`on_cuda`: a function, or a module of Triton kernels with one of the operator's name."""
+    """`on_cuda`: a function, or a module that has one of the operator's name."""
 
     def launched(*given: Any) -> Any:
         assert isinstance(on_cuda, str)

@@ -45,9 +45,7 @@ class Recording:
 
 
 def record_inductor(workload: Workload, portable: bool = True, **changes: Any) -> Recording:
-    """`portable`: attention for every GPU, else torch's choice here. `changes`: Inductor settings that differ
-    from `compile.CONFIG`.
-    """
+    """`portable`: attention for every GPU, else torch's choice here."""
     weights, inputs, state = workload.weights(), workload.make_inputs(0), workload.make_state(0)
     if not all(t.is_cuda for t in inputs.values()):
         raise CaptureError("the step is not on a CUDA device", "Move it with on_device(workload, 'cuda:0').")
@@ -60,12 +58,11 @@ def record_inductor(workload: Workload, portable: bool = True, **changes: Any) -
 
 
 def record_inductor_offline(workload: Workload, card: SimpleNamespace = PROPERTIES) -> Trace:
-    """Predicts without a GPU what `record_inductor` gives. Only shapes and types matter."""
+    """Only shapes and types matter."""
     weights = workload.weights()
     with offline(card) as mode, warnings.catch_warnings():
         # Compiled code checks input alignment; fakes are always aligned.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        # Inputs and state are created inside, hence fake.
         made = weights, workload.make_inputs(0), workload.make_state(0)
         w, x, s = (fake.on_device(tensors) for tensors in made)
         code = compile_step(workload, (w, x, s), mode, **OFFLINE_CONFIG)

@@ -1,6 +1,5 @@
 """A step compiled by Inductor, region by region.
 
-`trace_step` runs the step on fake tensors and makes every dispatched operator a node of one torch.fx graph.
 Linear layers become one matrix product over all rows: a batched one would read the weight once per row.
 Attention becomes the operator that every GPU runs, or torch's choice with `portable=False`.
 
@@ -50,12 +49,11 @@ CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class GraphRegion:
-    """A run of operators. Values are numbered over the whole step."""
+    """Values are numbered over the whole step."""
 
     module: torch.fx.GraphModule
     takes: tuple[int, ...]
     gives: tuple[int, ...]
-    # Values no later region takes.
     frees: tuple[int, ...]
     # (index in gives, index in takes): the result is memory of the argument.
     views: tuple[tuple[int, int], ...]
@@ -65,16 +63,13 @@ class GraphRegion:
 @dataclass(frozen=True)
 class Traced:
     graph: torch.fx.Graph
-    # By graph attribute.
     constants: dict[str, torch.Tensor]
     values: dict[torch.fx.Node, Any]
-    # Node indices where a block of the model begins or ends.
     borders: tuple[int, ...]
     outputs: dict[str, torch.fx.Node]
 
 
 def cut(traced: Traced) -> tuple[list[GraphRegion], dict[str, int]]:
-    """Regions in order, and the numbers of the step's results."""
     nodes = [n for n in traced.graph.nodes if n.op != "output"]
     places = {node: place for place, node in enumerate(nodes)}
     last = {node: max((places.get(user, len(nodes)) for user in node.users), default=-1) for node in nodes}
@@ -100,7 +95,6 @@ def alike(args: Sequence[torch.Tensor]) -> Any:
 
 
 def _cuts(traced: Traced, nodes: list[Node], first: int) -> list[int]:
-    """For each border the first cut behind a library call that may be made."""
     bound = {p for start, stop in _bound(traced, nodes) for p in range(start + 1, stop + 1)}
     cuts = set()
     libraries = [place + 1 for place, node in enumerate(nodes) if _is_library(node)]
@@ -117,7 +111,7 @@ def _is_library(node: Node) -> bool:
 
 
 def _bound(traced: Traced, nodes: list[Node]) -> list[tuple[int, int]]:
-    """(index where memory is created, index of its last write); results of one call stay with it."""
+    """(index where memory is created, index of its last write)."""
     created: dict[int, int] = {}
     written: dict[int, int] = {}
     for place, node in enumerate(nodes):
@@ -215,7 +209,6 @@ class CompiledStep:
     def run(
         self, weights: Tensors, inputs: Tensors, state: Tensors, enter: RegionContext = contextlib.nullcontext
     ) -> dict[str, torch.Tensor]:
-        """`enter(constants)` is entered for each call of compiled code."""
         groups = zip(self._names, (weights, inputs, state), strict=True)
         values = dict(enumerate(tensors[name] for names, tensors in groups for name in names))
         with torch.no_grad():
@@ -235,7 +228,6 @@ class CompiledStep:
 
 
 def inductor_config(**changes: Any) -> AbstractContextManager[Any]:
-    """Skips names that this version of Inductor lacks."""
     from torch._inductor import config
 
     settings: Any = config._config  # type: ignore[attr-defined]
@@ -252,7 +244,6 @@ def compile_step(
     portable: bool = True,
     **changes: Any,
 ) -> CompiledStep:
-    """`mode` traces the step."""
     fakes = [{name: mode.from_tensor(t) for name, t in tensors.items()} for tensors in given]
     traced = trace_step(workload, fakes, mode, portable)
     return CompiledStep([list(tensors) for tensors in given], *cut(traced), changes)
@@ -288,7 +279,6 @@ def _check_views(region: GraphRegion, args: Sequence[torch.Tensor], made: Sequen
 def trace_step(
     workload: Workload, given: Sequence[Tensors], mode: FakeTensorMode, portable: bool = True
 ) -> Traced:
-    """`given`: fake weights, inputs and state of `mode`."""
     tracer = _Tracer()
     for tensors in given:
         for name, tensor in tensors.items():
@@ -315,7 +305,6 @@ def trace_step(
 
 
 def _whole(module: torch.nn.Module, weights: Tensors) -> Tensors:
-    """A parameter that wraps others is made of its parts."""
     wrappers = {name: tensor for name, tensor in module.named_parameters() if operators.is_wrapper(tensor)}
     inner = {part for name, tensor in wrappers.items() for part, _ in operators.parts(name, tensor)}
     plain = {name: tensor for name, tensor in weights.items() if name not in inner}
@@ -329,8 +318,6 @@ def _folded_linear(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 class _Step(torch.nn.Module):
-    """A module, so that weights can be passed in."""
-
     def __init__(self, workload: Workload) -> None:
         super().__init__()
         self.model, self._call = workload.module, workload.call
@@ -352,7 +339,6 @@ class _Tracer(TorchDispatchMode):
         self._know(self.graph.placeholder(name.replace(".", "_").replace(":", "_")), tensor)
 
     def node(self, tensor: torch.Tensor) -> torch.fx.Node:
-        """A tensor not passed in is a constant."""
         node = self._nodes.get(id(tensor))
         if node is not None:
             return node

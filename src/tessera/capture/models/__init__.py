@@ -28,7 +28,7 @@ __all__ = ["another", "build", "known_models", "place_of", "steps_of_model"]
 
 Builder = Callable[[Step], Workload]
 
-# Name -> (builder, step kinds, step kinds for serving only).
+# Builder, step kinds, step kinds for serving only.
 BUILDERS: dict[str, tuple[Builder, tuple[str, ...], tuple[str, ...]]] = {
     **{
         name: (partial(hf.built_in, *model), hf.STEPS.get(model[0], hf.CAUSAL_STEPS), hf.SERVED_STEPS)
@@ -46,7 +46,6 @@ def known_models() -> dict[str, tuple[str, ...]]:
 
 
 def steps_of_model(model: str) -> tuple[str, ...]:
-    """A user's callable decides itself."""
     if model in BUILDERS:
         return BUILDERS[model][1]
     folder = Path(place_of(model))

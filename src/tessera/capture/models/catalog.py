@@ -11,12 +11,10 @@ import torch
 
 _DOCUMENT = json.loads(files("tessera.capture.models").joinpath("catalog.json").read_bytes())
 
-# Family, configuration, dtype.
 LANGUAGE: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
     name: (model["family"], model["sizes"], getattr(torch, model["dtype"]))
     for name, model in _DOCUMENT["language"].items()
 }
-# Class of diffusers, configuration, text tokens, dtype.
 DENOISERS: dict[str, tuple[str, dict[str, Any], int, torch.dtype]] = {
     name: (model["class"], model["sizes"], model["text_tokens"], getattr(torch, model["dtype"]))
     for name, model in _DOCUMENT["denoisers"].items()

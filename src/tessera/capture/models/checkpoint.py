@@ -23,11 +23,10 @@ from torch.nn.modules import module as torch_module
 
 from tessera.errors import CaptureError, TesseraError, extra_module
 
-# Larger than any published configuration, tokenizer or index.
 MAX_JSON_BYTES = 64 * 2**20
 # Not JSON numbers: transformers writes {"__float__": "Infinity"}.
 SPECIAL_FLOATS = ("Infinity", "-Infinity", "NaN")
-# Upper bounds of a configuration's integers: any, counts, layers and heads.
+# Upper bounds of any integer, of counts, and of layers and heads.
 MAX_INT, MAX_NUM, MAX_COUNT = 2**53, 2**20, 2**12
 COUNTS = re.compile(r"layer|depth|block|group|expert|head|stage")
 NO_COUNTS = re.compile(r"size|dim|len|token|window|position")
@@ -36,9 +35,8 @@ POSITIVE = frozenset({
     "head_dim", "intermediate_size", "d_model", "n_embd", "n_layer", "n_layers", "n_head", "n_heads",
     "num_heads",
 })  # fmt: skip
-# Limits of one model, and seconds to create it on the meta device.
 MAX_TENSORS, MAX_SECONDS = 100_000, 60.0
-# Maximum ratio of model size to file size (files may hold 4 bits for 32).
+# Model size to file size; files may hold 4 bits for 32.
 MAX_GROWTH = 16
 # Settings a configuration may not choose: code, kernels, files, attention.
 IGNORED = frozenset({
@@ -63,9 +61,7 @@ Tensors = Mapping[str, Any]
 @dataclass(frozen=True)
 class Filled:
     module: Any
-    # Parameters without a tensor.
     missing: tuple[str, ...] = ()
-    # Parameters whose tensor has another shape.
     unlike: tuple[str, ...] = ()
 
 
@@ -110,7 +106,6 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def _checked(value: Any, name: str, path: Path) -> Any:
-    """Impossible numbers are refused by name."""
     if isinstance(value, dict) and value.get("__float__") in SPECIAL_FLOATS:
         return float(value["__float__"])
     if isinstance(value, dict):
@@ -168,7 +163,6 @@ def weight_bytes(folder: Path) -> int:
 
 
 def _listed(folder: Path) -> tuple[dict[str, str], list[str]]:
-    """Tensor -> file from the index, if any; and the files to read."""
     for stem in STEMS:
         index = folder / f"{stem}.safetensors.index.json"
         if index.exists():
@@ -276,9 +270,7 @@ def _no_weights(folder: Path) -> CaptureError:
 
 
 def give_transformers(build: Callable[..., Any], folder: Path | None, tensors: Tensors) -> Filled:
-    """The `give` of a transformers class; `build` is its from_pretrained. Quantised weights are read from
-    `folder`.
-    """
+    """Quantised weights are read from `folder`."""
     module, told = build(
         folder,
         state_dict=None if folder else dict(tensors),
@@ -300,7 +292,6 @@ def _is_whole(tensor: Any) -> bool:
 
 
 def has_values() -> bool:
-    """False for fake tensors and the meta device."""
     is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     return not is_fake and torch.empty(0).device.type != "meta"
 

@@ -28,7 +28,6 @@ WIDTHS = (
     "encoder_hid_dim", "cross_attention_dim",
 )  # fmt: skip
 WORDS, FRAMES = 77, 5
-# Classes with frames before channels.
 FRAMES_FIRST = ("CogVideoX", "ConsisID", "UNetSpatioTemporal")
 REMEDY = "Write a module:callable that returns the model and its example inputs."
 # Stable Diffusion 3.5: schedule steps, shift towards noise, guidance scale.
@@ -124,8 +123,6 @@ def _register(module: torch.nn.Module) -> None:
 
 
 class Denoiser:
-    """With `guidance`, each row runs with and without text."""
-
     def __init__(self, module: Any, step: Step, num_words: int = 0, guidance: float = 0.0) -> None:
         self._module, self._step, self._guidance = module, step, guidance
         self._num_rows = 2 * step.batch if guidance else step.batch
@@ -248,7 +245,6 @@ class Denoiser:
 
     @property
     def _noise_sizes(self) -> dict[str, tuple[Any, ...]]:
-        """None: the configuration has no such size."""
         config, batch = self._config, self._num_rows
         width = next((config[name] for name in WIDTHS if config.get(name)), None)
         width = width[0] if isinstance(width, list | tuple) else width
@@ -269,7 +265,6 @@ class Denoiser:
         return sizes
 
     def _constants(self) -> dict[str, torch.Tensor]:
-        """Equal for all requests."""
         batch, words = self._num_rows, self._num_words
         axes = len(self._config.get("axes_dims_rope") or (0, 0, 0))
         patch = torch.arange(self._num_patches)
@@ -289,6 +284,6 @@ class Denoiser:
 
 
 def sigmas(run: int) -> torch.Tensor:
-    """Noise before and after a run; zeros after the schedule's end."""
+    """Zeros after the schedule's end."""
     levels = [1.0 - min(run + i, NUM_STEPS) / NUM_STEPS for i in (0, 1)]
     return torch.tensor([SHIFT * s / (1 + (SHIFT - 1) * s) for s in levels])

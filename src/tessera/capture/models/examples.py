@@ -19,7 +19,6 @@ from tessera.errors import CaptureError, extra_module
 from tessera.ir import Step
 
 PIXELS = "pixel_values"
-# Further inputs of multimodal models.
 SHOWN = ("input_ids", PIXELS, "input_features", "input_values")
 # Side of a picture where any size is allowed.
 ANY_SIZE = 224
@@ -65,7 +64,6 @@ def picture_token(config: Any) -> int | None:
 
 
 def _wanted(model: Any) -> list[str]:
-    """The main input, required ones, and those of multimodal models."""
     parameters = inspect.signature(model.forward).parameters
     named = [p for p in parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     needed = [p.name for p in named if p.default is inspect.Parameter.empty]
@@ -99,7 +97,6 @@ def _pixels(config: Any, step: Step, random: torch.Generator) -> torch.Tensor:
 
 
 def _features(config: Any, step: Step, random: torch.Generator) -> torch.Tensor:
-    """Mel bins by frames (Whisper), or frames by bins."""
     bins = _setting(config, ("num_mel_bins", "input_feat_per_channel", "feature_size"), 80)
     frames = getattr(config, "max_source_positions", None)
     if config.model_type == "whisper" or (getattr(config, "num_mel_bins", None) and frames):
@@ -108,7 +105,6 @@ def _features(config: Any, step: Step, random: torch.Generator) -> torch.Tensor:
 
 
 def _samples(config: Any, step: Step, random: torch.Generator) -> torch.Tensor:
-    """Audio samples for `context` frames, or a spectrogram."""
     bins, length = getattr(config, "num_mel_bins", None), getattr(config, "max_length", None)
     if bins and length and not hasattr(config, "conv_stride"):
         return torch.randn((step.batch, length, bins), generator=random)

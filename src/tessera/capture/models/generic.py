@@ -36,14 +36,12 @@ from tessera.capture.workload import UNFIT, Tensors, Workload
 from tessera.errors import CaptureError
 from tessera.ir import Step
 
-# Tokens read to learn the cache's structure.
 NUM_LEARNED = 4
 # Cache parameters of models; the first two are transformers caches.
 CACHES = ("past_key_values", "cache_params", "state", "mems")
 ENCODED = "encoder_hidden_states"
 # Prefix of cache tensors that are inputs or outputs.
 BEFORE, AFTER = "before.", "after."
-# Next position of each row of an encoder-decoder.
 NEXT = "next_positions"
 
 
@@ -125,9 +123,7 @@ def flatten(made: Any) -> dict[str, torch.Tensor]:
 def attributes_kept(
     model: torch.nn.Module, given: Tensors | None = None
 ) -> Iterator[Callable[[], dict[str, torch.Tensor]]]:
-    """Restores tensors that a call leaves in attributes. The call starts from those in `given`; yields a
-    function returning the current ones.
-    """
+    """Tensors that a call leaves in attributes are restored; yields a function returning them."""
     parts = dict(model.named_modules())
     before = {path: dict(vars(part)) for path, part in parts.items()}
     for name, tensor in (given or {}).items():
@@ -170,7 +166,7 @@ def forward(
     is_pair: bool = False,
     **given: Any,
 ) -> Any:
-    """`cache`: name and value; `pick` selects the hidden states for the head."""
+    """`pick` selects the hidden states for the head."""
     prefix, positions = "decoder_" if is_pair else "", inputs.get("positions")
     if "rotary" in inputs:
         given |= {"inputs_embeds": embedded(model, inputs), "position_ids": inputs["rotary"]}
@@ -203,8 +199,6 @@ def embedded(model: Any, inputs: Tensors) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """State between calls."""
-
     cache: Any
     attributes: dict[str, torch.Tensor]
 
@@ -216,7 +210,6 @@ def learn_memory(
     first: Tensors,
     following: Tensors,
 ) -> tuple[Any, ModelMemory, ModelMemory]:
-    """The last result, and the memory after each of two calls."""
     with apart(model), NoReads():  # type: ignore[no-untyped-call]
         _, left = call(empty, first)
         copied = exchanged(left, {name: tensor.clone() for name, tensor in tensors_of(left)})
@@ -253,7 +246,6 @@ class CachedSteps:
         return encoded
 
     def _count_seen(self) -> int:
-        """0 without pictures."""
         self._picture = examples.picture_token(self._model.config) if takes(self._model, PIXELS) else None
         if self._picture is None:
             return 0
@@ -272,10 +264,8 @@ class CachedSteps:
         return count
 
     def _learn(self) -> None:
-        """Reading a few tokens and one more shows the memory's structure.
-
-        Tried in turn: our cache, without and with a mask that hides nothing (some models otherwise read the
-        length on the host), then the model's own.
+        """Tried in turn: our cache, without and with a mask that hides nothing (some models otherwise read
+        the length on the host), then the model's own.
         """
         from tessera.capture.models.rows import RowCache, RowPairCache
 
@@ -378,7 +368,6 @@ class CachedSteps:
         return results
 
     def _following(self, inputs: Tensors, last: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """An encoder-decoder's first inputs may come from encode."""
         has_next = self._is_pair and self._has_positions
         return {NEXT: newest(inputs["positions"][:, :, None], last) + 1} if has_next else {}
 
@@ -470,7 +459,6 @@ class CachedSteps:
 
 
 def _results(made: Any, cache: str) -> dict[str, torch.Tensor]:
-    """Logits and the greedy choice, or whatever the model returns beside its cache."""
     logits = getattr(made, "logits", None)
     if isinstance(logits, torch.Tensor) and logits.dim() == 3:
         return choose(logits[:, -1])
@@ -479,7 +467,6 @@ def _results(made: Any, cache: str) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def head_reads(model: Any, pick: Callable[[torch.Tensor], torch.Tensor] | None) -> Iterator[bool]:
-    """The head reads picked states; yields False without a head module."""
     head = model.get_output_embeddings()
     if pick is None or not isinstance(head, torch.nn.Module):
         yield False
@@ -504,7 +491,7 @@ class NoReads(TorchDispatchMode):
 
 
 def call_on_meta(model: Any) -> None:
-    """Two rows of three tokens. Fast, but fails with tensors outside parameters and buffers."""
+    """Fast, but fails with tensors outside parameters and buffers."""
     _call_on(model, {name: t.to("meta") for name, t in _held(model).items()}, torch.device("meta"))
 
 
@@ -553,7 +540,6 @@ def _short(path: tuple[str, ...]) -> str:
 
 
 def tensors_of(cache: Any) -> list[tuple[str, torch.Tensor]]:
-    """Each tensor once."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, leaf in _leaves(cache):
         if isinstance(leaf, torch.Tensor):

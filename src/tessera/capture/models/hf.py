@@ -25,9 +25,7 @@ from tessera.ir import Step
 
 CAUSAL_STEPS = ("prefill", "decode")
 STEPS = {"qwen2_5_vl": ("encode", "prefill", "decode")}
-# Step kinds for serving (see `paged`), and those built without a call.
 SERVED_STEPS = ("tokens", "call")
-# Searched in order if a configuration names no class.
 _AUTO = (
     "AutoModelForSeq2SeqLM",
     "AutoModelForSpeechSeq2Seq",
@@ -103,8 +101,6 @@ def steps_of(config: Any) -> tuple[str, ...]:
 
 
 def attention_of(kind: Any) -> str:
-    """Ours if it is selectable."""
-
     if kind._supports_attention_backend:
         return ATTENTION
     return "sdpa" if kind._supports_sdpa else "eager"
@@ -122,7 +118,6 @@ def _transformers() -> Any:
 
 
 def _is_about_the_model(record: logging.LogRecord) -> bool:
-    """False for advice to install faster kernels."""
     return not any(words in record.getMessage() for words in _ADVICE)
 
 
@@ -141,7 +136,7 @@ def _workload(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) 
 
 
 def _moved(model: Any) -> Any:
-    """A model's layout is found by running it, on the default GPU if there is one."""
+    """The layout is found by running the model."""
     device = torch.get_default_device()
     return model.to(device) if device.type == "cuda" and checkpoint.has_values() else model
 

@@ -29,15 +29,13 @@ ALIGNED_BYTES = 16
 
 
 class JoinedLinear(torch.nn.Module):
-    """First layer of a group: multiplies for all."""
-
     def __init__(self, layers: Sequence[torch.nn.Linear]) -> None:
         super().__init__()
         self.sizes = tuple(layer.out_features for layer in layers)
         self.joined_weight = _one_behind_the_other([layer.weight for layer in layers])
         biases = [layer.bias for layer in layers]
         self.joined_bias = None if biases[0] is None else _one_behind_the_other(biases)
-        # Input -> columns not taken yet, by layer.
+        # Columns not taken yet, by layer.
         self._waiting = WeakTensorKeyDictionary()
         self.train(layers[0].training)
 
@@ -49,7 +47,6 @@ class JoinedLinear(torch.nn.Module):
         return columns[0]
 
     def take(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        """Multiplied now if this input is new."""
         waiting = self._waiting.get(x, {})
         columns = waiting.pop(number, None)
         if not waiting:
@@ -97,7 +94,6 @@ def _one_behind_the_other(tensors: Sequence[torch.Tensor]) -> torch.nn.Parameter
 @dataclass(frozen=True)
 class _Kind:
     owner: type
-    # Paths from the owner, in call order.
     paths: tuple[str, ...]
 
 
@@ -105,7 +101,7 @@ _Group = tuple[str, _Kind]
 
 
 def join_products(model: torch.nn.Module, *calls: Callable[[], object]) -> int:
-    """Uses the first example that runs; returns the number of products."""
+    """Uses the first example that runs."""
     joinable = _joinable(model)
     for call in calls:
         with suppress(*UNFIT), _called(joinable) as inputs:
@@ -138,7 +134,6 @@ def _joinable(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
 
 @contextmanager
 def _called(layers: dict[str, torch.nn.Linear]) -> Iterator[list[tuple[str, torch.Tensor, int]]]:
-    """Path, input and input version of layer calls."""
     inputs: list[tuple[str, torch.Tensor, int]] = []
 
     def note(path: str) -> Callable[[torch.nn.Module, Any], None]:
@@ -186,7 +181,6 @@ def _traits(layer: torch.nn.Linear) -> tuple[Any, ...]:
 
 
 def _group(model: torch.nn.Module, members: Sequence[str]) -> _Group:
-    """Innermost module with all members, and the group's kind."""
     parts = [member.split(".") for member in members]
     depth = next(i for i, names in enumerate(zip(*parts, strict=False)) if len(set(names)) > 1)
     owner = ".".join(parts[0][:depth])
@@ -194,7 +188,6 @@ def _group(model: torch.nn.Module, members: Sequence[str]) -> _Group:
 
 
 def _fitting(model: torch.nn.Module, first_of: dict[_Kind, str], call: Callable[[], object]) -> list[_Kind]:
-    """Kinds are tried together, else one by one."""
     kinds = list(first_of)
     if _runs(model, [(first_of[kind], kind) for kind in kinds], call):
         return kinds

@@ -1,8 +1,7 @@
 """LoRA adapters beside their base model: rows of one step may use different ones, or none.
 
-`add_adapters` reads peft folders (adapter_config.json, adapter_model.safetensors). An `AdaptedLinear` holds
-the matrices of all adapters, padded to the largest rank. The base layer may be joined (`joined`) or packed
-(`packed`).
+`add_adapters` reads peft folders. An `AdaptedLinear` holds the matrices of all adapters, padded to the
+largest rank.
 
 Refused by name: other kinds of adapters, DoRA, trained biases, modules saved whole, adapted embeddings, heads
 and experts.
@@ -22,7 +21,7 @@ from tessera.capture.models import checkpoint
 from tessera.capture.models.joined import JoinedLinear, JoinedPart
 from tessera.errors import CaptureError
 
-# Settings of peft that change the product, with the values that do not.
+# Settings of peft, with the values that do not change the product.
 PLAIN_SETTINGS: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",), "use_dora": (False, None), "bias": ("none", None), "lora_bias": (False, None),
     "modules_to_save": (None, []), "fan_in_fan_out": (False, None), "trainable_token_indices": (None, [], {}),
@@ -35,8 +34,6 @@ MERGE = "Merge it into its base model (peft: merge_and_unload), and serve that f
 
 
 class AdapterChoice:
-    """Adapter of each token of the current call."""
-
     def __init__(self, num: int) -> None:
         self.num = num
         self.rows: torch.Tensor | None = None
@@ -132,7 +129,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def _read(folder: Path) -> dict[str, Pair]:
-    """Layer -> matrices; the second includes the scale."""
+    """The second matrix includes the scale."""
     config = checkpoint.read_json(folder / "adapter_config.json")
     for name, values in PLAIN_SETTINGS.items():
         if config.get(name, values[0]) not in values:

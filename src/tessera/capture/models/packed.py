@@ -31,7 +31,6 @@ from tessera.capture.models.checkpoint import AGAIN, CONVERT, Tensors, first_lin
 from tessera.errors import CaptureError
 from tessera.kernels.packing import MIDDLE, num_columns, pack_nibbles, unpack_nibbles
 
-# Handled methods are keys of `_METHODS`.
 UNSUPPORTED = {
     "bitsandbytes": "bitsandbytes", "gguf": "GGUF", "exl2": "EXL2", "exl3": "EXL3", "quanto": "quanto",
     "hqq": "HQQ", "aqlm": "AQLM", "vptq": "VPTQ", "spqr": "SpQR", "eetq": "EETQ", "higgs": "HIGGS",
@@ -250,7 +249,7 @@ def _copied(tensor: PackedWeight, **options: Any) -> PackedWeight:
 
 
 def _joined(tensors: Sequence[PackedWeight], dim: int = 0, *, is_new: bool = False) -> PackedWeight:
-    """Along rows or a dimension before them (`is_new`: one of its own)."""
+    """`is_new`: along a dimension of its own."""
     first, rank = tensors[0], tensors[0].dim() + is_new
     dim %= rank
     is_alike = len({t.code for t in tensors}) == 1 and all(t.order is None for t in tensors)
@@ -292,7 +291,7 @@ _CHANGES: dict[Any, Callable[..., Any]] = {
 
 
 class Unread:
-    """What transformers takes for a tensor, read when it is copied."""
+    """Read when transformers copies it."""
 
     # transformers goes on after an error and names other tensors.
     error: CaptureError | None = None
@@ -316,14 +315,11 @@ class Unread:
 
 
 def outline(tensor: Any) -> torch.Tensor:
-    """From the file's header, without bytes."""
     shape = tensor.get_shape()
     return torch.empty(shape, dtype=tensor[slice(0) if shape else ...].dtype, device="meta")
 
 
 def put_packed(model: torch.nn.Module, source: torch.nn.Module) -> torch.nn.Module:
-    """Packed weights of `source`, without values, on the default device."""
-
     def empty(part: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(part.size(), part.stride(), dtype=part.dtype)
 
@@ -400,7 +396,6 @@ def _bytes(words: torch.Tensor) -> torch.Tensor:
 
 
 def _small(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """One number per code, as a zero is stored."""
     return unpack_nibbles(codes) if bits == 4 else codes
 
 
@@ -408,7 +403,6 @@ def _integers(
     codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, packing: Packing,
     dtype: torch.dtype, groups: torch.Tensor | None = None,
 ) -> PackedWeight:  # fmt: skip
-    """Codes [N, bytes], scales [N, G] and unsigned zeros [N, G]."""
     bits = packing.bits
     columns = codes.shape[1] * 8 // bits
     size = _columns(columns, scales.shape[1], packing)
@@ -467,7 +461,6 @@ def _pack(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.d
 
 
 def _scaled(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.dtype) -> PackedWeight:
-    """A scale per tensor, row, group or block."""
     scales, zeros = parts.get("_scale_inv", parts.get("_scale")), parts.get("_zero_point")
     scales = scales.float() if scales.dtype is torch.float8_e8m0fnu else scales
     rows, columns = weight.shape[-2:]

@@ -4,8 +4,7 @@ At most `batch` sequences, `context` tokens, `reserve` positions in all pages (s
 writes to page 0. Layers of each window have a page table of their own (`slots`, `page_starts`; `of_group`),
 all in the same pages. The first layout that works is used:
 
-    flat   all tokens in one row; attention is the paged operator, recurrent layers are those of
-           `kernels.recurrent`, whose state has a row per sequence: `rows` tells which, and which begin
+    flat   all tokens in one row; recurrent state has a row per sequence: `rows` tells which, and which begin
     rows   one token per sequence, a fixed row each, for other recurrent layers: state is zeroed where `fresh`
            is set
     dense  as rows, for models with their own attention: keys and values are gathered from pages and masked
@@ -55,17 +54,13 @@ from tessera.kernels.choice import EDIT_FIELDS, INPUTS, Number, Setting, max_edi
 from tessera.kernels.choose import choose
 
 FLAT, ROWS, DENSE = "flat", "rows", "dense"
-# Sequences and positions for trying a layout.
 NUM_TRIED, TRIED_POSITIONS = 3, NUM_FIRST_PAGES * PAGE
-# Example steps: sequences with one new token beside longer ones; picture tokens.
 SHARE_OF_ANSWERS, SHARE_OF_PICTURES = 0.5, 0.25
-# One in so many example answers starts with a known token.
 SHARE_OF_KNOWN = 3
-# Tolerance of logits read together and one by one, relative to the largest. Rounding of 64 layers with 32-bit
-# numbers is 5e-6; a wrong decay of two layers is above 1e-3.
+# Relative to the largest logit. Rounding of 64 layers with 32-bit numbers is 5e-6; a wrong decay of two
+# layers is above 1e-3.
 MAX_ERROR = 3e-4
 HALF_TYPES = (torch.bfloat16, torch.float16)
-# Distinct pages of an example state; others repeat them.
 NUM_USED_PAGES = 64
 LIMITS = ("max_position_embeddings", "max_seq_len")
 
@@ -75,7 +70,6 @@ class StepLayout:
     kind: str
     # Memory after a first call; later calls replace its tensors.
     memory: ModelMemory
-    # Shape of one page or row, and dtype.
     pages: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     rows: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     # Positions, for each group of paged layers; 0: none.
@@ -142,7 +136,6 @@ def _cache_name(model: Any) -> str:
 
 
 def _try(model: Any, kind: str) -> StepLayout:
-    """Raises if the layout does not fit."""
     cache = (PackedCache if kind == FLAT else PagedCache)(model.config)
     has_positions = generic.takes(model, "position_ids")
     if kind != DENSE and cache.paged and not has_positions:
@@ -192,7 +185,7 @@ def _check_logits(model: Any, layout: StepLayout) -> None:
 
 
 class _Widened(TorchFunctionMode):
-    """32-bit numbers in place of 16-bit ones; a weight is widened where it is used."""
+    """A weight is widened where it is used."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map(_widened, (args, kwargs or {}))
@@ -268,7 +261,6 @@ def _table(model: Any, kind: str, step: Step, inputs: Tensors, group: int) -> Pa
 
 
 def _logits(model: Any, kind: str, inputs: Tensors, cache: PagedCache) -> torch.Tensor:
-    """Only each sequence's newest token passes the head."""
     by_row = kind != FLAT
     given = {name: inputs[name] for name in ("tokens", "positions", "is_image", "image") if name in inputs}
     given = {name: tensor[:, None] if by_row else tensor[None] for name, tensor in given.items()}
@@ -372,7 +364,6 @@ class PagedSteps:
         return {"logits": logits, "next_tokens": chosen, "logprobs": logprobs, "top_tokens": top}
 
     def _inputs(self, seed: int) -> dict[str, torch.Tensor]:
-        """At least half of the sequences, of different lengths; larger steps include prompt parts."""
         parts = _example_parts(self._model, self._step, Random(seed))
         kind, has_rows = self._layout.kind, bool(self._layout.rows)
         inputs = _make_inputs(self._model, self._step, kind, parts, seed, has_rows)
@@ -399,7 +390,6 @@ class PagedSteps:
         return {NEWEST: make_tokens(self._model.config, (num_rows(self._step),), random), **used}
 
     def _follow(self, first: Tensors, run: int, last: Tensors) -> dict[str, torch.Tensor]:
-        """Answers continue with chosen tokens, pictures with encoded ones."""
         seed = int(first["tokens"].sum()) if "tokens" in first else 0
         inputs = self._inputs(seed + run)
         chosen = last.get("next_tokens")
@@ -477,7 +467,6 @@ def greedy_choices(model: Any, step: Step) -> dict[str, torch.Tensor]:
 
 
 def _example_choices(model: Any, step: Step, random: torch.Generator) -> dict[str, torch.Tensor]:
-    """Rows in turn: greedy; drawn by top-p; drawn by top-k with logprobs and a mask; drawn with penalties."""
     inputs = greedy_choices(model, step)
     settings, numbers, edits, masks = (inputs[name] for name in INPUTS)
     numbers[:, Number.SEED] = torch.randint(2**31, (step.batch,), generator=random)
@@ -498,7 +487,7 @@ def _padded(parts: Sequence[tuple[int, int]], num: int) -> list[tuple[int, int]]
 
 
 def lay_out(step: Step, parts: Sequence[tuple[int, int]], free: Sequence[int]) -> dict[str, torch.Tensor]:
-    """`parts`: (length, new tokens) pairs. Groups have the same pages where there are too few."""
+    """Groups have the same pages where there are too few."""
     positions: list[int] = []
     places: list[tuple[int, int]] = []
     starts, firsts = [0], [0]

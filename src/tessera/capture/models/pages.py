@@ -33,7 +33,7 @@ from tessera.capture.models.rows import (
 from tessera.kernels import MAX_GROUPS, PAGE
 
 NUM_FIRST_PAGES = 8
-# Query heads per program for latents, which all heads share.
+# Query heads per program for latents.
 MAX_LATENT_GROUP = 16
 # Tensor arguments that do not change attention.
 HARMLESS = ("position_ids", "cache_position", "s_aux")
@@ -65,10 +65,9 @@ class PagedLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def __init__(self, is_sliding: bool) -> None:
         super().__init__()
         self.is_sliding = is_sliding
-        # Group of layers, and widest window over its pages; 0: all positions, None: unknown.
+        # Group of layers, and its widest window; 0: all positions, None: unknown.
         self.group = 0
         self.window: int | None = None
-        # Current call: tables, whether new keys await attention, stored keys.
         self.tables: PageTables | None = None
         self.is_unread = False
         self.stored: tuple[torch.Tensor, ...] = ()
@@ -124,9 +123,7 @@ class PagedLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
 
 class Layers(list[Any]):
-    """Recurrent state is reset when a layer is first used: zeros are written where the state is read next,
-    and fuse with it.
-    """
+    """Zeros are written where the state is read next, and fuse with it."""
 
     def __init__(self, layers: Iterable[Any]) -> None:
         super().__init__(layers)
@@ -134,7 +131,6 @@ class Layers(list[Any]):
         self._waiting: set[int] = set()
 
     def begin(self, fresh: torch.Tensor | None) -> None:
-        """`fresh` marks rows to reset."""
         self.fresh = fresh
         self._waiting = set() if fresh is None else set(range(len(self)))
 
@@ -189,17 +185,14 @@ class PagedCache(StaticCache):  # type: ignore[misc]
         fresh: torch.Tensor | None = None,
         states: PackedStates | None = None,
     ) -> None:
-        """Tables by group, rows to reset or states of packed sequences; no tables end a call."""
         self.layers.begin(fresh)
         self.states = states
         for layer in self.paged:
             layer.begin(tables[layer.group] if tables else None)
 
     def join_layers(self) -> tuple[int, ...]:
-        """Returns the window of each group, full ones first.
-
-        The n-th tensor has layers of all groups that are near one another, at most one of each. Layers with
-        pages of different sizes share nothing.
+        """Returns the window of each group, full ones first. Layers with pages of different sizes share no
+        tensor.
         """
         layers = [layer for layer in self.paged if layer.is_initialized]
         by_window: dict[int, list[PagedLayer]] = {}
@@ -219,9 +212,7 @@ class PagedCache(StaticCache):  # type: ignore[misc]
         return tuple(windows)
 
     def attended(self, key: torch.Tensor, value: torch.Tensor) -> PagedLayer:
-        """Stores keys and values in the pages of their layer, so pages hold what attention reads: keys and
-        values by head, or latents (`absorbed`).
-        """
+        """Pages hold what attention reads: keys and values by head, or latents (`absorbed`)."""
         for layer in self.paged:
             if layer.is_unread:
                 layer.store(key, value)
@@ -259,9 +250,8 @@ class PageMask:
 
     @cached_property
     def window(self) -> int:
-        """0 for all earlier positions; rules that are no window are refused.
-
-        The rule is a function of two positions, sampled where rules differ.
+        """0 for all earlier positions; rules that are no window are refused. A rule is sampled where rules
+        differ.
         """
         window, reach = self._window, self._window or 64
         now = [0, 1, reach - 1, reach, reach + 1, 2 * reach + reach // 2, 7 * reach + 3]
@@ -294,7 +284,7 @@ def attend_pages(
     query_tail: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Positions first out. With `query_tail`, keys and values are latents and rotated keys."""
+    """With `query_tail`, keys and values are latents and rotated keys."""
     strange = [n for n, v in others.items() if isinstance(v, torch.Tensor) and n not in HARMLESS]
     if isinstance(attention_mask, torch.Tensor) or strange:
         raise ValueError(f"its attention takes a {strange[0] if strange else 'mask'} of its own")
@@ -330,7 +320,6 @@ def attend_pages(
 
 @contextmanager
 def exchanged_attention(model: torch.nn.Module, cache: PagedCache, is_dense: bool) -> Iterator[None]:
-    """Attention reads pages and masks are rules (tensors for dense rows)."""
     latent = [] if is_dense else latent_modules(model)
     masks = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -364,7 +353,6 @@ def exchanged_attention(model: torch.nn.Module, cache: PagedCache, is_dense: boo
 
 
 def chunk_of(config: Any) -> int:
-    """0: there are no chunks."""
     is_chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
     return config.attention_chunk_size if is_chunked else 0
 

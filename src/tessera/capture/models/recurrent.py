@@ -20,8 +20,6 @@ import tessera.kernels.recurrent  # noqa: F401 - registers the operators
 
 
 class PackedStates:
-    """The layer in use, and each sequence's row."""
-
     def __init__(self, starts: torch.Tensor, rows: torch.Tensor) -> None:
         self.starts, self.rows = starts, rows
         self._layer: Any = None
@@ -33,7 +31,6 @@ class PackedStates:
         self._layer, self._number = layer, number
 
     def convolve(self, layer: Any, number: int) -> None:
-        """The layer's next inputs are due to be convolved."""
         self.enter(layer, number)
         self._is_unread = True
 

@@ -1,9 +1,8 @@
 """Transformers caches with a fixed capacity and a position per row.
 
 Full attention keeps every position; a window of w keeps the last w in a ring (position p in slot p % w). A
-prefill attends to its own keys and leaves each row's last w in the ring. Other layers (convolutions,
-recurrences) stay. Masks apply the model's rule to row positions (`row_mask`). Latent attention (MLA) decodes
-over latents (`row_latents`).
+prefill attends to its own keys and leaves each row's last w in the ring. Masks apply the model's rule to row
+positions (`row_mask`). Latent attention (MLA) decodes over latents (`row_latents`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +46,6 @@ class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the keys and values to attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         rows, slots = self.rows, self.positions
@@ -70,7 +68,6 @@ class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return (query_length if self.is_sliding and self.last is not None else self.slots), 0
 
     def get_seq_length(self) -> Any:
-        """First position of row 0; 0 in a prefill."""
         if self.last is not None or self.positions is None:
             return 0
         return self.positions[0, 0]
@@ -87,7 +84,6 @@ def recurrent(kind: Any) -> Any:
             cache_utils.LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
         def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-            """Keys and values by position, recurrent state by name."""
             whose = kind if args else cache_utils.LinearAttentionLayer
             whose.lazy_initialization(self, *args, **kwargs)
 
@@ -99,7 +95,6 @@ def recurrent(kind: Any) -> Any:
 
 
 def in_place_of(layer: Any, kind: Any, *args: Any) -> Any:
-    """Layers that are not static stay."""
     if type(layer) in (cache_utils.StaticLayer, cache_utils.StaticSlidingWindowLayer):
         return kind(*args)
     is_recurrent = isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin)
@@ -124,7 +119,6 @@ class RowCache(StaticCache):  # type: ignore[misc]
 
     @property
     def has_rows(self) -> bool:
-        """Rows may have unequal lengths."""
         return all(type(layer) is RowLayer for layer in self.layers)
 
     @property
@@ -132,7 +126,6 @@ class RowCache(StaticCache):  # type: ignore[misc]
         return any(isinstance(layer, RowLayer) for layer in self.layers)
 
     def begin(self, positions: torch.Tensor | None, last: torch.Tensor | None) -> None:
-        """None ends a call."""
         if not self.has_positions:
             return
         rows = positions if positions is None else torch.arange(len(positions), device=positions.device)
@@ -148,8 +141,6 @@ class RowCache(StaticCache):  # type: ignore[misc]
 
 
 class CrossLayer(RowLayer):
-    """A prefill writes the encoder's keys and values."""
-
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -194,10 +185,7 @@ def row_mask(
     device: Any = "cpu",
     **_: Any,
 ) -> torch.Tensor:
-    """Additive mask by the model's `mask_function`.
-
-    `attention_mask` is not applied: rows have no padding that later tokens could see.
-    """
+    """`attention_mask` is not applied: rows have no padding that later tokens could see."""
     now = q_offset[:, None, None, None]
     if q_length > 1:
         now = now + torch.arange(q_length, device=device)[:, None]
@@ -263,7 +251,6 @@ def absorbed(
 
 @contextmanager
 def attention_of(attend: Callable[..., Any], latent: Sequence[Any]) -> Iterator[None]:
-    """Every attention function is `attend`; the latents of these modules are not expanded."""
     functions = modeling_utils.ALL_ATTENTION_FUNCTIONS
     with ExitStack() as stack:
         stack.enter_context(patch.dict(functions._local_mapping, dict.fromkeys(functions, attend)))
@@ -274,7 +261,6 @@ def attention_of(attend: Callable[..., Any], latent: Sequence[Any]) -> Iterator[
 
 @contextmanager
 def row_latents(model: Any) -> Iterator[None]:
-    """One token of each row attends to latents, where the model has them."""
     functions, name = modeling_utils.ALL_ATTENTION_FUNCTIONS, model.config._attn_implementation
     latent = latent_modules(model) if name in functions else []
     plain = functions[name] if latent else None

@@ -20,7 +20,6 @@ from tessera.ir import Step
 
 # Served pictures are resized to a grid of 8 x 8 tokens.
 PICTURE_TOKENS = 64
-# Text tokens before the image.
 NUM_LEADING = 1
 
 
@@ -100,7 +99,6 @@ class PictureSteps(CachedSteps):
         return {**inputs, "rotary": inputs["positions"].repeat(3, 1, 1)}
 
     def _own_inputs(self, seed: int) -> dict[str, torch.Tensor]:
-        """Rows of different lengths; in a prefill the image follows the leading text."""
         step, num = self._step, num_image_tokens(self._step)
         random = torch.Generator().manual_seed(seed)
         least = min(step.context, NUM_LEADING + num + 1)
@@ -117,7 +115,6 @@ class PictureSteps(CachedSteps):
         }
 
     def _follow(self, first: Tensors, run: int, last: Tensors) -> dict[str, torch.Tensor]:
-        """A prefill takes encode's image; a decode continues each row."""
         if self._step.kind == "decode":
             return {
                 "tokens": last["next_tokens"][:, None].clone(),
@@ -135,7 +132,6 @@ class PictureSteps(CachedSteps):
 
 
 def num_image_tokens(step: Step) -> int:
-    """As an encode at that context returns."""
     return step.context // 2 if step.kind == "prefill" else 0
 
 

@@ -32,7 +32,6 @@ def outlined(trace: Trace) -> Trace:
 
 
 def name_of(step: Step) -> str:
-    """Default fields and what the model sets do not change it."""
     plain = Step(step.model, step.kind, step.batch, step.context, windows=step.windows)
     said = [(f.name, getattr(step, f.name)) for f in fields(step)]
     others = [(name, value) for name, value in said if value != getattr(plain, name)]
