@@ -134,7 +134,7 @@ def _sums(offset: Sum | None, limits: tuple[ExtentLimit, ...]) -> list[Sum]:
 
 
 def _joined(exporter: Exporter, pieces: list[Piece]) -> tuple[ExtentPart, ...]:
-    """One part per byte run."""
+    """Joins accesses into one part per byte run."""
     runs: dict[Any, tuple[Piece, set[tuple[int, int]]]] = {}
     for piece in pieces:
         offset: Poly = piece.offset or {}

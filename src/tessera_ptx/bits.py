@@ -24,7 +24,7 @@ from tessera_ptx.values import UNIFORM, Atoms, Key
 
 
 def widen(at: Atoms, poly: Poly, bits: int, signed: bool) -> Poly:
-    """Itself if it fits."""
+    """A number that fits is unchanged."""
     if bits >= 64:
         return poly
     low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if signed else (0, (1 << bits) - 1)

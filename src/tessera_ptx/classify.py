@@ -33,7 +33,7 @@ class Classifier:
 
     def __init__(self, atoms: Atoms, declared: set[int], converted: set[int]) -> None:
         self.atoms = atoms
-        # Declared .ptr; converted by cvta.
+        # Parameters declared .ptr; atoms converted by cvta.
         self.declared, self.converted = declared, converted
         self.sole: set[int] = set()
         self._found: dict[Frozen, dict[int, Weight]] = {}
@@ -42,7 +42,7 @@ class Classifier:
         return original(self.atoms, number)
 
     def learn(self, addresses: Iterable[Poly]) -> None:
-        """Sole candidates are pointers."""
+        """Marks sole candidates as pointers."""
         open_ = [poly for poly in {freeze(p): p for p in addresses}.values() if self._choice(poly) is None]
         known = -1
         while open_ and known < len(self.sole):
@@ -77,7 +77,7 @@ class Classifier:
         return out
 
     def _candidates(self, poly: Poly) -> set[int]:
-        """First following unknown factors."""
+        """First follows unknown factors, then not."""
         found = self._weights(poly)
         if any(w.loose for w in found.values()):
             followed = candidates(self.atoms, weights(self.atoms, poly, followed=True), self._sure)
@@ -132,7 +132,7 @@ class Classifier:
         return out
 
     def _contradictory(self, poly: Poly, found: dict[int, Weight]) -> set[int]:
-        """All possible pointers are reported."""
+        """Without a consistent choice, all possible pointers are reported."""
         return set(self.atoms.base_of(poly)) | {n for n, w in found.items() if w.near and self._sure(n)}
 
     def _choice(self, poly: Poly) -> tuple[tuple[int, ...], list[frozenset[Any]]] | None:

@@ -51,7 +51,7 @@ class Intervals:
     """Disjoint, half-open, ascending; None is unbounded."""
 
     spans: tuple[tuple[int | None, int | None], ...]
-    # Else an over-approximation.
+    # Every byte is touched; else an over-approximation.
     exact: bool
 
     def inside(self, low: int, high: int) -> list[tuple[int, int]]:

@@ -288,7 +288,7 @@ class OperandReader:
 
 
 def _evaluated(match: re.Match[str]) -> str:
-    """Anything else is refused later."""
+    """What is no constant is refused later."""
     value = _constant(match[0])
     return match[0] if value is None else str(value)
 

@@ -3,9 +3,9 @@
 A load of a parameter gives its bytes, of a frame what was stored there; any other load is a fresh `loaded`
 value with the bases it was read through, so a pointer from memory is reported with its table.
 
-A computed 8-byte field of a struct parameter may be any field, unless one half is loaded as a float,
-multiplied by a register, or compared as signed. Reading a half proves nothing: `(unsigned)s.p & 15` tests
-alignment.
+A computed 8-byte field of a struct parameter may be any field, except those with a half that is loaded as a
+float, multiplied by a register, or compared as signed. Reading a half proves nothing: `(unsigned)s.p & 15`
+tests alignment.
 """
 
 from collections.abc import Iterable, Iterator
@@ -296,7 +296,6 @@ class LoadRules:
         return known
 
     def _stride(self, rest: Poly) -> tuple[int, int]:
-        """Stride, origin."""
         step, start = stride_of(rest), rest.get((), 0)
         mask = self.atoms.mask(rest)
         if mask > 0:

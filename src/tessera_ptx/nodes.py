@@ -1,7 +1,6 @@
 """Graph of values that addresses depend on, evaluated by `fixpoint`.
 
-A node is a definition, a phi or a store into a frame. `want` creates the node of an operand; `build` connects
-nodes to their inputs until no new one is wanted. Registers with several definitions get SSA versions on
+A node is a definition, a phi or a store into a frame. Registers with several definitions get SSA versions on
 demand: `Definitions.reaching` finds the last definition in the block or walks up to a join, which becomes a
 phi. Work is linear in what feeds an address.
 """

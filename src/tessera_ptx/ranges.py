@@ -11,7 +11,7 @@ _SMALL = {
     "%laneid": 32, "%warpid": 64, "%nwarpid": 65, "%smid": 4096, "%nsmid": 4097,
     "%cluster_ctarank": 32, "%cluster_nctarank": 33,
 }  # fmt: skip
-# For `weights`.
+# Unknown factors of `weights`.
 _FACTORS: dict[str, Range] = {"inverse": (-1, 1), "chosen": (0, 1)}
 PER_LAUNCH = ("%ntid", "%nctaid", "%nclusterid", "%cluster_nctaid", "%cluster_nctarank", "%gridid")
 

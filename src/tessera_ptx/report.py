@@ -49,8 +49,6 @@ class SymbolReport:
 
 @dataclass(frozen=True, slots=True)
 class IndirectReport:
-    """Through pointers loaded from memory."""
-
     # ("param", index, offset), ("symbol", name), ("frame", space, name) or ("unknown", "")
     tables: tuple[tuple[Any, ...], ...]
     read: bool

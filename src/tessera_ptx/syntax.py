@@ -162,7 +162,6 @@ class Function:
     variables: tuple[Variable, ...]
     body: tuple[Instruction, ...]
     labels: Mapping[str, int]
-    # By label.
     tables: Mapping[str, tuple[str, ...]]
     prototypes: Mapping[str, Prototype]
     line: int

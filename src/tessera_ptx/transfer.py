@@ -292,11 +292,10 @@ class OpInfo:
     op: Op
     row: OpcodeRow | None
     writes: tuple[int, ...]
-    # Without hints.
     uses: tuple[tuple[Use, str], ...]
     form: Form | None
     rule: Rule | None
-    # No relevant integer.
+    # The result holds no relevant integer.
     scalar: bool
     width: int
     vector: int

@@ -8,8 +8,8 @@
     layer-pipeline             contiguous ranges of layers, the same in every step
 
 None: the policy does not apply. Served units have no phases. A node that a policy would split goes where most
-of its work goes; strict prefill-decode does not apply then. Layer pipelines try every cut in both orders on
-two devices; on more, the split with the smallest bottleneck per device order.
+of its work goes; strict prefill-decode does not apply then. Layer pipelines try every cut on two devices; on
+more, the smallest bottleneck per device order.
 """
 
 from collections.abc import Callable, Iterable

@@ -80,7 +80,7 @@ class BatchSearch:
     config: PlanConfig
     simulate: Callable[[], Simulator]
     advance: Callable[[str], None] = lambda text: None
-    # By (batch, microbatches).
+    # Plans with little effort and coarse policies, by (batch, microbatches).
     _plans: dict[tuple[int, int], ir.Plan | PlanInfeasible] = field(default_factory=dict)
     _coarse: dict[tuple[int, int], dict[str, Option]] = field(default_factory=dict)
     # By batch and device; None where it does not fit.

@@ -2,8 +2,8 @@
 
 Figures are per average request and use the plan's costs. Cost errors are shared by all launches of a kernel
 and independent between kernels; a gain below the error is not called a gain. With several batches, figures
-are per work unit, kernel costs are means, reasons are those of the main lane. A reason moves all launches of
-a kernel to another device at the same shares, and is exact for that move alone.
+are per work unit, kernel costs are means. A reason moves all launches of a kernel of the main lane to another
+device at the same shares, and is exact for that move alone.
 """
 
 import re
@@ -28,7 +28,6 @@ class Usage:
     # "src -> dst" for a link.
     name: str
     is_link: bool
-    # Per request.
     busy_us: float
     utilisation: float
 
@@ -38,7 +37,7 @@ class KernelUse:
     """One kernel in one kind of module."""
 
     kernel: str
-    # Numbers as "*": "model.layers.*.mlp".
+    # Module path with numbers as "*": "model.layers.*.mlp".
     scope: str
     num_runs: int
     # Per device: microseconds per request if all ran there; share that does.

@@ -88,9 +88,9 @@ PriceStep = Callable[[int, int, int], StepPrice]
 @dataclass(frozen=True, slots=True)
 class ModelBytes:
     weights: int
-    # In all layers.
+    # Bytes of one token's pages in all layers.
     token: float
-    # Per page table; 0: none.
+    # Attention window of each page table; 0: none.
     windows: tuple[int, ...] = (0,)
     # Kinds of launches in attention, where attention is apart.
     attention: tuple[bool, ...] = ()
@@ -106,7 +106,6 @@ class GroupDraft:
     role: Role
     devices: tuple[int, ...]
     sequences: int
-    # Tokens, ascending.
     sizes: tuple[int, ...]
     microbatches: int
     # With the unused page 0.
@@ -151,7 +150,7 @@ class FluidModel:
     price: PriceStep
     model: ModelBytes
     config: FluidConfig = FLUID
-    # False: no prompts groups.
+    # False: sequences stay on their device.
     can_move: bool = True
     # Empty: all.
     devices: tuple[int, ...] = ()
@@ -167,7 +166,7 @@ class FluidModel:
         return self.load.prompt_tokens + max(1, self.load.output_tokens // 2)
 
     def room_tokens(self, device: int) -> int:
-        """Beside the weights."""
+        """Positions that fit beside the weights."""
         room = self.config.memory_share * self.cluster.devices[device].memory_bytes - self.model.weights
         return int(room / self.model.token) if self.model.token else 1 << 24
 
@@ -356,7 +355,7 @@ class FluidModel:
                     yield _Seat(group, plain_us, mixed.total_us(device), tokens - sequences)
 
     def _prompts(self, device: int) -> tuple[GroupDraft, float]:
-        """With prompt tokens per second."""
+        """A group and its prompt tokens per second."""
         found: list[tuple[float, GroupDraft, float]] = []
         for tokens in self.config.prompt_tokens:
             prompts = tokens / self.load.prompt_tokens
@@ -380,7 +379,6 @@ class FluidModel:
         prompts: Sequence[tuple[GroupDraft, float]],
         chosen: Sequence[tuple[_Seat, tuple[int, ...]]],
     ) -> ServiceDraft:
-        """Prompts and answers balance."""
         reading = sum(rate for _, rate in prompts)
         held = sum(self.config.backlog * group.sizes[-1] for group, _ in prompts)
         in_flight = held / self.load.prompt_tokens
@@ -618,6 +616,6 @@ def _even(number: float) -> int:
 
 
 def _rounded(tokens: float, how: Callable[[float], int] = round) -> int:
-    """For the tiles of products."""
+    """Products are computed in tiles."""
     step = 64 if tokens >= 128 else 16 if tokens >= 32 else 8
     return step * how(tokens / step)

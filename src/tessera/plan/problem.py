@@ -36,7 +36,7 @@ class Column:
     labels: Labels
     # Devices, then links (row-major, source first).
     busy_us: Floats
-    # In sequence, with latencies.
+    # Launches and transfers in sequence, with latencies.
     path_us: float
     num_messages: float
 

@@ -2,9 +2,9 @@
 
 Drafts of every policy (`fluid`) become service plans, rehearsed by the service's scheduler on a virtual
 clock. Rehearsed times exceed drafted ones; where a limit is missed, the policy is drafted again for a limit
-lower by as much. Every policy gets its own best configuration. Data-parallel is the plan unless another
-policy is better by more than `ERROR`; else the coarsest policy within `TIE` of the best, or one within
-`ERROR` with much less time per token. The others are its rivals.
+lower by as much. Data-parallel is the plan unless another policy is better by more than `ERROR`. Then it is
+the coarsest policy within `TIE` of the best, or one within `ERROR` with much less time per token. The others
+are its rivals.
 """
 
 import math
@@ -235,7 +235,7 @@ class _Made:
 
 
 def _simulated(draft: ServiceDraft, plan: ServicePlan) -> float:
-    """Over the drafted step time."""
+    """Simulated over drafted step time."""
     if len(draft.groups[0].devices) == 1 or not plan.groups:
         return 1.0
     lane = plan.groups[0].plan

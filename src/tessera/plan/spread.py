@@ -1,11 +1,10 @@
 """Spread: kernel-level placements of a lane with interleaved microbatches and few crossings.
 
-Each crossing between devices is a wait that other microbatches must fill, so a placement that only balances
-busy times can run at half of its bound. A coarse placement (attention-ffn) crosses rarely, but is not
-balanced. Segments of its busiest device (consecutive launches between two crossings that touch no state) move
-to its least busy one, in an order that is even over the step and the same for all step sizes, so that few
-weights are held twice. The simulated rate of each step decides how many; the bound by busy time excludes most
-numbers.
+Each crossing is a wait that other microbatches must fill, so a placement that only balances busy times can
+run at half of its bound. A coarse placement (attention-ffn) crosses rarely, but is not balanced. Segments of
+its busiest device (consecutive launches between two crossings that touch no state) move to its least busy
+one, in an order that is even over the step and the same for all step sizes, so that few weights are held
+twice. The simulated rate decides how many; the bound by busy time excludes most numbers.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -54,7 +53,7 @@ class Spread:
 
 
 def variants_of(graph: Graph, place: Place, busy_us: Sequence[float]) -> Iterator[Place]:
-    """By 1, 2, ... segments."""
+    """Moves 1, 2, ... segments."""
     used = sorted(set(place), key=lambda device: busy_us[device])
     trace, least, busiest = graph.trace, used[0], used[-1]
     states = set(trace.buffers_of(BufferKind.STATE))

@@ -53,7 +53,7 @@ FITTED_WIDTH = 128
 # Between machines with the same card.
 MEASURED_ERROR = 0.03
 MIN_RATIOS = 3
-# Few ratios correct the class.
+# For a class with few ratios.
 LEAST_ERROR = 0.08
 
 

@@ -64,7 +64,7 @@ INDUCTOR = {
 @dataclass(frozen=True, slots=True)
 class Work:
     op: OpClass
-    # First floating-point argument's.
+    # The first floating-point argument's dtype.
     dtype: str
     flops: float
     num_bytes: int
@@ -224,7 +224,7 @@ def _unpacked(views: tuple[View, ...]) -> int:
 
 
 def _idle_rows(views: tuple[View, ...]) -> int:
-    """Read and written."""
+    """State rows without a sequence, read and written."""
     state, _, rows = views[-3:]
     num = state.shape[0]
     return 2 * _size(state) * max(0, num - rows.shape[0]) // num

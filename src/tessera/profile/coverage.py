@@ -80,7 +80,7 @@ def borrowed(gpu_name: str) -> tuple[str, ...]:
 
 
 def best_sources(gpu_name: str, tables: Tables | None = None) -> dict[OpClass, Source]:
-    """At 16 bits."""
+    """Sources at 16 bits."""
     best: dict[OpClass, Source] = {}
     for op in OpClass:
         if op is OpClass.ALLOCATION:

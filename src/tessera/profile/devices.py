@@ -48,7 +48,7 @@ DEFAULT = "pcie4"
 @dataclass(frozen=True, slots=True)
 class LinkPreset:
     name: str
-    # Short messages.
+    # Time of a short message.
     latency_us: float
     # Sustained, per direction.
     gbps: float

@@ -67,7 +67,7 @@ class Distinct:
     key: str
     # The first is timed.
     launches: tuple[int, ...]
-    # Not cached.
+    # Buffers that are not cached.
     cold: frozenset[int]
 
 
@@ -157,7 +157,6 @@ class _Session:
             self._store.add_failure(group.key, kernel, error.message)
             return
         except DeviceGone as error:
-            # The next command skips it.
             self._store.add_failure(group.key, kernel, f"the device was lost here: {error.message}")
             raise
         self._store.add_launch(group.key, kernel, found, clock)

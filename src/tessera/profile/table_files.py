@@ -37,7 +37,7 @@ Filter = list[tuple[str, str, Any]]
 Mask = npt.NDArray[np.bool_]
 Arrays = dict[str, npt.NDArray[Any]]
 
-# Rotated by a GEMM collector.
+# A GEMM collector rotates so many copies.
 WEIGHT_COPIES = 6
 # The constant term dominates, wherever the bytes come from.
 SMALL_BYTES = 1 << 20
@@ -129,7 +129,7 @@ def _attention_query(work: Work) -> tuple[str, tuple[float, ...]] | None:
         return None
     if work.op is OpClass.DECODE:
         return str(width), tuple(_log2(batch, keys, heads, kv_heads).tolist())
-    # Causal prompts only.
+    # Tables have causal prompts only.
     return (str(width), tuple(_log2(batch, queries, keys, heads, kv_heads).tolist())) if causal else None
 
 

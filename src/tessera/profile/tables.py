@@ -63,7 +63,7 @@ class Surface:
 
     @cached_property
     def tree(self) -> "cKDTree[None]":
-        # slow to import
+        # Slow to import; most commands read no table.
         from scipy.spatial import cKDTree
 
         return cKDTree(self.places)
@@ -237,7 +237,7 @@ def _exponents(rows: Rows) -> list[float]:
 
 
 def log_ratios(rows: Rows, other: Rows) -> Array:
-    """Long kernels in both tables."""
+    """log(time here / time there) of long kernels in both tables."""
     here, there = _keys(rows), _keys(other)
     _, i, j = np.intersect1d(here, there, return_indices=True)
     long = np.minimum(rows.us[i], other.us[j]) >= fitted.LONG_US

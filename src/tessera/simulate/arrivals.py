@@ -9,9 +9,8 @@
         BurstGPT   Timestamp (seconds), Model, Request tokens, Response tokens, ...
         Azure      TIMESTAMP (date and time), ContextTokens, GeneratedTokens
 
-Columns are found by name; others are ignored. Times count from the first row and must not go back. Rows
-without answer tokens (failed requests) are skipped; a cell that is empty or not a number is an error with its
-line.
+Times count from the first row and must not go back. Rows without answer tokens (failed requests) are skipped;
+a cell that is empty or not a number is an error with its line.
 
 Lengths (prompt, answer): `fixed:P,O`; `uniform:P,O` (half to one and a half times the means);
 `geometric:P,O`; `lognormal:P,O,SIGMA`.
@@ -35,7 +34,7 @@ Floats = npt.NDArray[np.float64]
 # Four times the mean rate in a tenth of the time, ten seconds long.
 BURST = (4.0, 0.1, 10.0)
 DEFAULT_NUM = 1000
-# Fits a draw.
+# Largest number that fits a draw.
 MOST = 1e9
 NUM_PARTS = 16
 SIGMA = 0.7
@@ -84,7 +83,7 @@ def _bursty(numbers: Sequence[float], num: int | None, seed: int) -> Floats:
         message = f"bursts of {peak:g} times the mean rate cannot last {share:g} of the time"
         raise ArrivalsError(message, "PEAK times SHARE is at most 1: bursty:20,4,0.1.", "--arrivals")
     random = np.random.default_rng([seed, 2])
-    # Outside bursts; keeps the mean.
+    # The rate outside bursts keeps the mean.
     rates = (rate * (1.0 - peak * share) / (1.0 - share), rate * peak)
     stays = (seconds * (1.0 - share) / share, seconds)
     times: list[float] = []

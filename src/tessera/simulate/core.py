@@ -17,7 +17,7 @@ from tessera.execute.schedule import Job, Queue
 from tessera.ir import Clock, Plan, Recv, Span, Timeline, verify
 from tessera.simulate.columns import LaunchSegment, Script, Scripts, TransferWire
 
-# Not a transfer's arrival.
+# Marks the end of a segment; other events are arrivals of transfers.
 END = -1
 SAME_US = 1e-9
 
@@ -45,7 +45,7 @@ class SimulatedDevice:
     start: int = 0
     stop: int = 0
     since_us: float = 0.0
-    # Earlier end events are stale.
+    # End events of earlier epochs are stale.
     epoch: int = 0
 
 

@@ -25,11 +25,11 @@ from tessera.simulate.core import Core, Flight, Work
 
 # Per microbatch.
 MIN_WARM_UP_RUNS, MIN_WINDOW_RUNS = 2, 6
-# Fewer simulate less work.
+# With fewer, less work is simulated.
 MANY_MICROBATCHES = 4
 # Items of a request from which: fewer requests, samples only, samples in quick checks.
 LONG_REQUESTS, VERY_LONG_REQUESTS, QUICK_LISTS = 3000, 10_000, 60
-# Segments per microbatch.
+# Segments per microbatch that settle, and that are measured.
 SETTLE, SAMPLE = 10, 30
 MIN_SKIP = 1.0
 
@@ -171,7 +171,7 @@ class Cuts:
 
     @cached_property
     def _segments(self) -> list[tuple[list[int], list[int]]]:
-        """By device: (ends, positions)."""
+        """By device: ends of its segments, and their positions in its column."""
         found = []
         for column in self.script.columns:
             listed = [(x.stop, n) for n, x in enumerate(column.items) if isinstance(x, LaunchSegment)]

@@ -3,7 +3,7 @@
 `take` moves the clock to the next end of a step, loss or return of a device, or by its timeout. A step takes
 the true costs of its launches and transfers, times its `scale`. State that an earlier step left elsewhere
 moves before the later step, in proportion to the earlier scale; state of joining rows never moves back. Moves
-of pages take their links one after the other and no device's time. Deterministic by seed.
+of pages take their links one after the other and no device's time.
 
 True costs (`Truth`) are independent of the costs that plans were made with. Not handled: counts of bytes that
 steps transfer, moves and steps that compete for a link, and memory.

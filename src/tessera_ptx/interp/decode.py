@@ -242,7 +242,6 @@ class Decoder:
         return step
 
     def guard(self, ins: Instruction) -> tuple[int, bool]:
-        """(-1, False): none."""
         if ins.guard is None:
             return -1, False
         return self.slot(ins.guard.reg.name)[0], ins.guard.negated
@@ -268,7 +267,7 @@ class Decoder:
         found = {TYPES[d.type].raw for d in decls if d.type in TYPES}
         if not found:
             raise Unknown(f"register {name} of no known type")
-        # The widest of several types.
+        # Scopes may declare one name with several types.
         return max(found, key=lambda d: (d.itemsize, d != np.dtype(bool)))
 
     def get(self, operand: Operand, wanted: Type) -> Get:

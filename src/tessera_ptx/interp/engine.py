@@ -207,12 +207,12 @@ class Barriers:
         self.arrived: dict[int, Array] = {}
         self.expected: dict[int, Array] = {}
         self.votes: dict[int, Array] = {}
-        # Arrived, not yet waited.
+        # Lanes that arrived at a cluster barrier and have not waited.
         self.passed: Array = np.zeros(machine.num_lanes, bool)
         self.waiting: list[tuple[tuple[Frame, int, Barrier], int, Array, Instruction]] = []
 
     def arrive(self, barrier: Barrier, frame: Frame, after: int, mask: Array, ins: Instruction) -> list[Move]:
-        """Lanes that may continue."""
+        """Returns lanes that may continue."""
         moves: list[Move] = []
         if barrier.number is None:
             numbers: Any = np.full(mask.shape, CLUSTER)

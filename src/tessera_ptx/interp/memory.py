@@ -7,8 +7,8 @@
               which also holds the parameters of device functions; generic form PARAM + offset
 
 Every access must be inside one buffer and aligned. Global bytes read, written and atomically updated are
-marked in three masks. Constant and module variables are arena buffers. Shared variables lie side by side in a
-block's strip, unsized (extern) arrays behind them.
+marked in three masks. Constant and module variables are arena buffers. Unsized (extern) shared arrays lie
+behind the others.
 """
 
 import re

@@ -51,7 +51,6 @@ class DecodedFunction:
     # Name -> (slot, bit type).
     slots: dict[str, tuple[int, np.dtype[Any]]]
     dtypes: list[np.dtype[Any]]
-    # Sizes: name -> size, align.
     params: tuple[str, ...]
     returns: tuple[str, ...]
     sizes: dict[str, tuple[int, int]]

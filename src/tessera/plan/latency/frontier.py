@@ -189,7 +189,7 @@ class StepBest:
     us: float
     bound_us: float
     width: int
-    # None: none faster.
+    # None: no placement is faster.
     devices: Ints | None
 
 

@@ -6,8 +6,8 @@ A column whose remaining readers all descend from a launch is not used before it
 columns, so that irrelevant differences vanish. Times are rounded down to multiples of a power of two, which
 makes sums exact.
 
-`non_dominated` compares few rows pairwise; for many, each column is sorted once, the rows no later than a
-given one form a prefix kept as a bit set, and the sets are intersected.
+`non_dominated` compares few rows pairwise; for many, the rows no later than a given one form a prefix of each
+sorted column, kept as a bit set, and the sets are intersected.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,14 +20,14 @@ import numpy.typing as npt
 from tessera.plan.arrays import Bools, Floats, Ints
 from tessera.plan.problem import Problem
 
-# A forbidden device.
+# The time on a forbidden device.
 NEVER_US = 1e15
 MAX_READERS = 8
 # A float has 53; the rest is for migration.
 TIME_BITS = 44
 # Sizes without bytes: groups, and values read only by the end.
 GROUP, LAST = -1, -2
-# Pairwise comparison is faster.
+# Up to so many rows, pairwise comparison is faster.
 FEW_ROWS = 40
 WORD = 64
 
@@ -67,7 +67,7 @@ class Layout:
 
     problem: Problem
     step: int
-    # Values, and groups it starts.
+    # Values of each launch, and groups it starts.
     items: Sequence[Sequence[Item]]
     moves: tuple[Move, ...]
     # [destination, source]: fastest chain of transfers.

@@ -116,7 +116,6 @@ Parts = list[list[list[frozenset[int]]]]
 def _order(
     num_nodes: int, num_devices: int, sets: set[frozenset[int]], max_entries: int
 ) -> tuple[list[int], Parts]:
-    """Smallest bucket first."""
     widest = 1
     while num_devices ** (widest + 1) <= max_entries:
         widest += 1
@@ -157,7 +156,6 @@ def _width(sets: set[frozenset[int]]) -> int:
 
 
 def _packed(sets: Sequence[frozenset[int]], widest: int) -> list[list[frozenset[int]]]:
-    """First fit."""
     groups: list[tuple[set[int], list[frozenset[int]]]] = []
     for scope in sets:
         fitting = [g for g in groups if len(g[0] | scope) <= widest]

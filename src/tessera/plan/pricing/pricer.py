@@ -154,7 +154,7 @@ class Pricer:
     _networks: dict[bool, Network] = field(default_factory=dict)
 
     def cheapest(self, prices: Prices, starts: Sequence[Labels] = ()) -> Priced:
-        """For more than two devices."""
+        """`starts` help with more than two devices."""
         prob = self.problem
         own = (prices.device + prices.path) * prob.load_us
         if prob.num_devices == 1:

@@ -28,7 +28,6 @@ from tessera.plan.config import FULL, SearchConfig
 from tessera.plan.pricing.pricer import Pricer, Prices
 from tessera.plan.problem import Column, Kinds, Mix, Problem, kinds_of, microbatch_counts, spread_us
 
-# Figures are near one.
 EPSILON = 1e-9
 # Pivots by the steepest column, before Bland's rule, which cannot cycle.
 GREEDY_PIVOTS, MAX_PIVOTS = 200, 20_000

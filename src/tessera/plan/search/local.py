@@ -166,14 +166,13 @@ class Search:
         return self._known.setdefault(column.key, column)
 
     def _mix(self, team: Counter[Column]) -> Mix:
-        """By busy time, none zero."""
+        """Shares are balanced by busy time, none zero."""
         columns = tuple(team)
         rates = throughput.master(self.task.pool, list(columns)).rates
         shares = np.maximum(rates / rates.sum(), self.task.config.least_share)
         return Mix(columns, tuple((shares / shares.sum()).tolist()), tuple(team.values()))
 
     def _moves(self, team: Counter[Column]) -> Iterator[list[Counter[Column]]]:
-        """Best first by alternating estimates."""
         columns = [self._canonical(c) for c in self.task.pool.columns]
         busy, path = np.array([c.busy_us for c in columns]), np.array([c.path_us for c in columns])
         is_whole = [int(c.labels.min()) == int(c.labels.max()) for c in columns]
@@ -201,7 +200,6 @@ class Search:
     def _balanced(
         self, kept: Counter[Column], own: float, base: Floats, busy: Floats, path: Floats
     ) -> Floats:
-        """Per microsecond."""
         if not kept:
             return np.asarray(np.minimum(1.0 / busy.max(axis=1), self.task.microbatches / path))
         best = np.zeros(len(path))

@@ -56,7 +56,7 @@ class Task:
 
     @cached_property
     def free(self) -> throughput.Solved:
-        """By busy time alone."""
+        """The optimum by busy time alone."""
         self.seed()
         return throughput.generate(self.pool)
 

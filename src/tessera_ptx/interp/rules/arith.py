@@ -65,7 +65,6 @@ def integer_rule(ins: Instruction, decoder: Decoder, function: Function, sources
 
 
 def with_carry(ins: Instruction, decoder: Decoder, function: Function) -> Step:
-    """On Python integers."""
     kind = only(types_of(ins.op.mods), ins)
     unsigned = TYPES[f"u{kind.bits}"]
     gets = [decoder.get(o, unsigned) for o in ins.operands[1:]]
@@ -102,7 +101,6 @@ def carried(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def carry_out(ins: Instruction, decoder: Decoder) -> Step:
-    """Start of a chain."""
     high, bits = "hi" in ins.op.mods, only(types_of(ins.op.mods), ins).bits
     if ins.op.name == "add":
         return with_carry(ins, decoder, lambda a, b, c: a + b)

@@ -168,7 +168,6 @@ Combiner = tuple[Callable[[Array, Array], Array], int]
 
 
 def combiner(ins: Instruction) -> Combiner:
-    """On bit patterns."""
     name = next((m for m in ins.op.mods if m in UPDATES), "")
     kind = only(types_of(ins.op.mods), ins)
     if name not in ("add", "min", "max", "and", "or", "xor"):

@@ -43,7 +43,7 @@ def warps(act: Active) -> Array:
 
 
 def rows(value: Any, frame: Frame, where: Array) -> Array:
-    """By participating warp."""
+    """One row of 32 per participating warp."""
     full: Array = np.broadcast_to(value, frame.machine.num_lanes).reshape(-1, 32)[where]
     return full
 
@@ -327,7 +327,7 @@ def _product(ins: Instruction, decoder: Decoder, n: int, kind: str) -> Step:
 
 
 def _tile(frame: Frame, where: Array, get: Get, first: Array, count: int, trans: int, kind: str) -> Array:
-    """(warp, row, k)."""
+    """Returns (warp, row, k)."""
     words = rows(np.asarray(get(frame)), frame, where)[:, 0].astype(np.uint64)
     start = (words & np.uint64(0x3FFF)) << np.uint64(4)
     leading, stride = (((words >> np.uint64(at)) & np.uint64(0x3FFF)) << np.uint64(4) for at in (16, 32))
