@@ -7,6 +7,7 @@ name in the flat body is unique. Not handled: preprocessor lines, array register
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from tessera_ptx.lexer import NAME, STATEMENT, TOP, BadOperand, OperandReader, SourceText, parse_int
@@ -414,7 +415,7 @@ class BodyReader:
             else:
                 for var in read_variables(source, words, stop):
                     unique = self.scope.declare(var.name, None)
-                    self.variables.append(_renamed(var, unique))
+                    self.variables.append(replace(var, name=unique))
 
     def _table(self, match: re.Match[str]) -> None:
         listed = _TARGETS.match(match[8])
@@ -461,13 +462,6 @@ class BodyReader:
             self.body[index] = self.body[index]._replace(operands=tuple(operands))
 
 
-def _renamed(variable: Variable, name: str) -> Variable:
-    return Variable(
-        name, variable.space, variable.type, variable.size, variable.align, variable.linkage,
-        variable.refers, variable.initial, variable.line, variable.column,
-    )  # fmt: skip
-
-
 _NAME = re.compile(rf"\s*({NAME})", re.ASCII)
 _CLOSE = re.compile(r"[^()]*\)", re.ASCII)
 _ATTRIBUTE = re.compile(
@@ -510,7 +504,7 @@ class _ModuleReader:
             raise source.error(".target is missing", end)
         return Module(
             source.file, self.version, self.target[0], self.target[1:], self.address_size,
-            tuple(self.variables), tuple(self.functions.values()), self.aliases, text.count("\n") + 1,
+            tuple(self.variables), tuple(self.functions.values()), self.aliases,
         )  # fmt: skip
 
     def _directive(self, match: re.Match[str]) -> int:

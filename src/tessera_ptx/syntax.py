@@ -180,7 +180,6 @@ class Module:
     variables: tuple[Variable, ...]
     functions: tuple[Function, ...]
     aliases: Mapping[str, str]
-    num_lines: int
 
     @property
     def entries(self) -> tuple[Function, ...]:
