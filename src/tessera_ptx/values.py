@@ -63,7 +63,7 @@ class Atom(NamedTuple):
     large: frozenset[int] = frozenset()
     scaled: frozenset[int] = frozenset()
     divided: frozenset[int] = frozenset()
-    joined: bool = True  # not inputs of a computation
+    joined: bool = True  # pointers are alternatives, not inputs of a computation
 
 
 class Atoms:
@@ -75,7 +75,7 @@ class Atoms:
         self.bases: set[int] = set()
         # Alternatives examined.
         self.work = 0
-        # Work of `weights`; it gave up.
+        # Work of `weights`, and whether it gave up.
         self.weighed, self.cut = 0, False
         # Below eight bytes: no part of a pointer.
         self.narrow_params: set[int] = set()

@@ -106,6 +106,7 @@ class GroupDraft:
     role: Role
     devices: tuple[int, ...]
     sequences: int
+    # Tokens of each step, ascending.
     sizes: tuple[int, ...]
     microbatches: int
     # With the unused page 0.
