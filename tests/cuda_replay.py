@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from tessera.execute.cuda.graphs import own_workspaces
+from tessera.execute.cuda.share import own_workspaces
 from tessera.execute.launcher import Launchable, Launcher, drawing
 from tessera.execute.memory import Memory, constant, fresh, storage_of, tensor_of
 from tessera.ir import GENERATOR, Buffer, BufferKind, Trace

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tessera.execute import driver, worker
-from tessera.execute.cuda import device, graphs, measure
+from tessera.execute.cuda import device, measure, share
 from tessera.execute.driver import MemOp
 from tessera.execute.engine_connection import EngineConnection
 from tessera.execute.hub import Hub
@@ -116,8 +116,8 @@ def _bytes_at(address: int, num_bytes: int, ordinal: int) -> torch.Tensor:
 
 
 def _capture(self: Any) -> list[Any]:
-    if not self._is_rehearsed:
-        self.issue(is_rehearsal=True)
+    if not self.share.is_rehearsed:
+        self._rehearse()
     issued: list[Any] = []
 
     class Again:
@@ -126,7 +126,7 @@ def _capture(self: Any) -> list[Any]:
 
         def replay(again) -> None:
             if again.part is self._parts[0]:
-                issued[:] = [graphs._Issue(self, is_rehearsal=False)]
+                issued[:] = [share._Issue(self, is_rehearsal=False)]
             issued[0].run(again.part)
             if again.part is self._parts[-1]:
                 self.outputs = issued[0].outputs()
@@ -157,7 +157,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     patch(device, "_PARTS", {})
     patch(device, "PaceKernel", PaceKernel)
     patch(device, "cut", lambda ordinal, sizes: [Part(n) for n in sizes])
-    patch(graphs.ShareGraph, "_capture", _capture)
+    patch(share.ShareGraph, "_capture", _capture)
     for name, value in {"REPEATS": 2, "BESIDE": 2, "PAUSE_US": 0.0}.items():
         patch(measure, name, value)  # what is measured here means nothing
     for name, what in {

@@ -22,6 +22,8 @@ _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
 _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 IPC_HANDLE_BYTES = 64
+# Seconds between two looks of a worker at its GPU.
+LOOK_S = 20e-6
 # Valid on every architecture, the smallest on Hopper.
 _LEAST_GROUP = 8
 

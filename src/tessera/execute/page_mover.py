@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from tessera.execute.driver import LOOK_S
 from tessera.execute.links import Links
 from tessera.execute.memory import StatePlace, Storage, bytes_of
 from tessera.execute.messages import PIECE_BYTES, Done, Message, MovePages, PageFrame, PageTaken, Setup
@@ -28,7 +29,6 @@ from tessera.execute.transport import IPC, SHM, shared_bytes
 WORD = 8
 # Pieces under way to one destination.
 SLOTS = 8
-LOOK_S = 20e-6
 # To drop late pieces of cancelled moves.
 REMEMBERED = 4096
 # (pages of one state buffer as rows, chosen pages)

@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from tessera.errors import CannotTime, TesseraError
+from tessera.execute.driver import LOOK_S
 from tessera.execute.launcher import Launcher, generator_buffer
 from tessera.execute.memory import Memory, Storage, bind_storages, fresh
 from tessera.execute.synthetic import synthetic
@@ -43,8 +44,6 @@ MAX_COPIES = 16
 # Where the system does not say.
 CPU_CACHE_BYTES = 32 << 20
 WARMUPS = 2
-# As a GPU's worker polls.
-POLL_S = 20e-6
 
 
 def first_line(error: BaseException) -> str:
@@ -259,7 +258,7 @@ class CpuTimer(LaunchTimer):
 
 def _neighbour() -> subprocess.Popen[bytes]:
     """Polls until its parent ends."""
-    code = f"import os, time\nwhile os.getppid() == {os.getpid()}: time.sleep({POLL_S})"
+    code = f"import os, time\nwhile os.getppid() == {os.getpid()}: time.sleep({LOOK_S})"
     return subprocess.Popen([sys.executable, "-S", "-c", code])
 
 

@@ -17,7 +17,8 @@ from tessera.capture import Workload, build, record
 from tessera.errors import WorkerError
 from tessera.execute import driver, messages
 from tessera.execute.cuda.direct import Ipc, PeerAway
-from tessera.execute.cuda.graphs import DeviceGraphs, ShareGraph, _Issue
+from tessera.execute.cuda.graphs import DeviceGraphs
+from tessera.execute.cuda.share import ShareGraph, _Issue
 from tessera.execute.cuda.transport import GpuTransport, InboxSpot
 from tessera.execute.engine_connection import EngineConnection
 from tessera.execute.launcher import Launcher

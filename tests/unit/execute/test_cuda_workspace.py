@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tessera.execute.cuda.graphs import own_workspaces
+from tessera.execute.cuda.share import own_workspaces
 
 CLEAR = "_cuda_clearCublasWorkspaces"
 

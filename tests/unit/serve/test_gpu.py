@@ -16,7 +16,7 @@ from own_code import reference
 from serving_factory import GREEDY, Told, policies_of, random_ask, read, read_all, wait_for, wait_for_masks
 from steps_factory import Local, working
 from tessera.errors import TesseraError
-from tessera.execute.cuda.graphs import ShareGraph
+from tessera.execute.cuda.share import ShareGraph
 from tessera.execute.cuda.worker import CudaWorker
 from tessera.execute.runs import Runs
 from tessera.ir import Cluster, Costs, DeviceKind, Load, WorkUnit

@@ -64,9 +64,6 @@ class DirectTransport(GpuTransport):
         # Not a stream of the graphs, which wait.
         self._side = driver.new_stream(ordinal)
 
-    def _target(self, program: int, device: int) -> int:
-        return self._bases[device, self._inboxes.layout(program, device).number]
-
     def _zero(self, microbatch: int) -> None:
         for layout in self._inboxes.layouts[self._device]:
             first = self._bases[self._device, layout.number] + layout.part(microbatch)

@@ -23,7 +23,6 @@ from tessera.execute.messages import LinkFrame, Setup
 from tessera.execute.transport import WORD, Arenas
 from tessera.ir import Program, Trace
 
-LOOK_S = 20e-6
 # Runs with transfers that arrived before the run began.
 MAX_EARLY = 4096
 # To drop late transfers of cancelled runs.
@@ -201,7 +200,7 @@ class Host(_Staged):
                 seen = self._num_ended
                 mirrors = list(self._mirrors[dst])
             if not any(self._send_flagged(mirror, dst) for mirror in mirrors):
-                time.sleep(LOOK_S)
+                time.sleep(driver.LOOK_S)
 
     def _send_flagged(self, mirror: _Mirror, dst: int) -> bool:
         """Older runs first; True if there was something."""

@@ -14,8 +14,9 @@ from typing import TypeVar
 
 import torch
 
-from tessera.execute.cuda.graphs import DeviceGraphs, Kernels, ShareGraph
+from tessera.execute.cuda.graphs import DeviceGraphs, Kernels
 from tessera.execute.cuda.pace import ENDED, STARTED, TimeScale, choose_scale
+from tessera.execute.cuda.share import ShareGraph
 from tessera.execute.lower import lower
 from tessera.execute.memory import bytes_of, flat_bytes
 from tessera.execute.offline import Request

@@ -24,10 +24,11 @@ from tessera.errors import WorkerError
 from tessera.execute import driver, messages
 from tessera.execute.cuda.device import GpuDevice
 from tessera.execute.cuda.direct import Ipc, Nvshmem, PeerAway
-from tessera.execute.cuda.graphs import DeviceGraphs, MicrobatchBuffers, ShareGraph
+from tessera.execute.cuda.graphs import DeviceGraphs
 from tessera.execute.cuda.host import Host, Shared
 from tessera.execute.cuda.pace import DUE, ENDED, RECORD_WORDS, STARTED, link_hold, throttled_links
 from tessera.execute.cuda.pages import GpuCopier
+from tessera.execute.cuda.share import MicrobatchBuffers, ShareGraph
 from tessera.execute.cuda.transport import ALIGN, GpuTransport
 from tessera.execute.engine_connection import EngineConnection
 from tessera.execute.links import Links
@@ -38,7 +39,6 @@ from tessera.ir import Program, Recv, Run
 
 # Captured before a worker is ready: the largest and the smallest step of a microbatch.
 START_GRAPHS = 2
-LOOK_S = 20e-6
 # A released graph normally ends within milliseconds.
 CANCEL_S = 20.0
 # Readings of the clock; the quickest counts.
@@ -96,7 +96,7 @@ class CudaWorker(DeviceWorker):
 
     def _advance(self) -> bool:
         if self._running and not self._end_runs():
-            time.sleep(LOOK_S)
+            time.sleep(driver.LOOK_S)
         return bool(self._running)
 
     def _prepare(self) -> bool:
