@@ -1,7 +1,6 @@
 """Capability: capacity and latency curve of one policy, modelled or simulated.
 
-Below both capacities the policy with less normalised latency is better, else the one with more capacity; this
-gives the load at which to switch.
+Below both capacities the policy with less normalised latency is better, else the one with more capacity.
 """
 
 import math
@@ -54,7 +53,7 @@ class Capability:
     @cached_property
     def _by_number(self) -> list[tuple[float, float]]:
         points = [(0.0, 0.0)]
-        for point in self.curve:  # a simulated curve may descend in places
+        for point in self.curve:
             if point.num_requests > points[-1][0]:
                 points.append((point.num_requests, point.rate_per_s))
         return [*points, (points[-1][0] * (1.0 + NEXT), self.capacity_per_s)]
@@ -82,7 +81,7 @@ class Capability:
         step = (end - now) / FLUID_STEPS
         for _ in range(FLUID_STEPS):
             net = rate_per_s - self.served_per_s(now + step / 2)
-            if net * step <= 0.0 or left_s <= 0.0:  # steady, or the window is over
+            if net * step <= 0.0 or left_s <= 0.0:
                 break
             took_s = min(left_s, step / net)
             sum_s += took_s * (now + net * took_s / 2)

@@ -92,7 +92,6 @@ class Controller(Generic[P]):
         self.counts: Counter[DecisionKind] = Counter()
         # Planned around, by current plans or a running job.
         self._without: frozenset[str] = frozenset()
-        # With or without success.
         self._planned: Load | None = None
         self._job: Future[Replanned[P]] | None = None
         self._subject = ""

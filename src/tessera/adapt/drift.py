@@ -28,7 +28,6 @@ Observations = Mapping[str, Sequence[tuple[Mapping[str, float], float]]]
 class Factors:
     """Measured over planned time. An unseen kernel gets the mean factor of its device."""
 
-    # (device, kernel)
     by_kernel: Mapping[tuple[str, str], float]
     # Means, weighted by planned time.
     by_device: Mapping[str, float] = field(default_factory=dict)
@@ -57,7 +56,6 @@ def scaled_costs(
 
 
 def corrected(observations: Observations, error: float) -> Factors:
-    """`error`: relative error of the costs."""
     from scipy.optimize import nnls  # slow to import, rarely needed
 
     by_kernel: dict[tuple[str, str], float] = {}

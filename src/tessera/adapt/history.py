@@ -1,7 +1,4 @@
-"""LoadHistory: lengths and arrivals of the latest requests; the load that a service is planned for.
-
-Lengths are those of complete answers.
-"""
+"""LoadHistory: lengths and arrivals of the latest requests; the load that a service is planned for."""
 
 import math
 from collections import deque
@@ -13,7 +10,6 @@ from tessera.ir import Load
 
 # Requests kept, and lengths of a load (evenly chosen among those kept).
 MAX_REQUESTS, MAX_LENGTHS = 512, 128
-# Complete answers that make a load.
 MIN_REQUESTS = 32
 # Relative difference of a mean length, and its standard errors, at which a load is another one.
 LEAST_CHANGE, ERRORS = 0.15, 2.0
@@ -32,7 +28,6 @@ class LengthView:
 class LoadView:
     """The load of the latest requests; None: no answer is complete yet."""
 
-    # Complete answers.
     requests: int = 0
     prompt_tokens: LengthView | None = None
     output_tokens: LengthView | None = None

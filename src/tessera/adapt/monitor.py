@@ -28,26 +28,24 @@ NUM_WINDOWS, NUM_SUPPOSED = 24, 4
 # Load levels in that time that count as steady.
 NUM_LEVELS = 2
 
-# (kernel, microseconds)
 Planned = tuple[tuple[str, float], ...]
 
 
 class PlannedLane(Protocol):
     @property
     def number(self) -> int:
-        """Among all lanes."""
+        """Unique among all lanes."""
 
     @property
     def plan(self) -> Plan: ...
 
     @property
     def index(self) -> int:
-        """In the plan."""
+        """Position in the plan."""
 
 
 class MeasuredSteps:
     def __init__(self) -> None:
-        # (lane, step) -> device -> (seconds, runs)
         self._seen: dict[tuple[int, int], dict[str, tuple[float, int]]] = {}
         self._planned: dict[tuple[int, int], dict[str, Planned]] = {}
 
@@ -92,16 +90,15 @@ def planned_us(plan: Plan, index: int, step: int) -> dict[str, Planned]:
 
 @dataclass(frozen=True, slots=True)
 class MonitorConfig:
-    # None: from the policies.
     window_s: float | None = None
     window_requests: int = 100
-    # Half-width of the load interval. With two, systems near the crossing stayed too long on the worse side.
+    # Half-width of the load interval, in standard errors. With two, systems near the crossing stayed too long
+    # on the worse side.
     errors: float = 1.0
-    # At which a load is past a capacity. With one, a steady load at 0.9 often seemed to be.
+    # Standard errors past a capacity that count. With one, a steady load at 0.9 often seemed past it.
     over_errors: float = 2.0
     # Windows within which a switch may pay for itself.
     horizons: tuple[int, ...] = (1, 2, 4)
-    # Unless the load exceeds the capacity.
     dwell_windows: float = 4.0
     # Smallest gain that modelled figures can resolve.
     least_gain: float = 1.03
@@ -109,7 +106,6 @@ class MonitorConfig:
     switch_cost: float = 0.5
     cost_windows: int = 1
     min_drift: float = 0.05
-    # Assumed relative error of the plans' costs.
     cost_error: float = 0.1
 
 
@@ -117,8 +113,6 @@ DEFAULT = MonitorConfig()
 
 
 class Monitor:
-    """Time must not go back."""
-
     def __init__(self, policies: Sequence[Capability], config: MonitorConfig = DEFAULT) -> None:
         self._config = config
         self._policies = {policy.name: policy for policy in policies}
@@ -166,7 +160,7 @@ class Monitor:
         if now_s < self._settled_s and not is_over:
             return None
         best = better(self.capabilities, 0.0)
-        if not (num_requests or load) and best is not now:  # nothing has a price
+        if not (num_requests or load) and best is not now:
             self._use(best.name, now_s)
             return f"{self._meter.seen(now_s)}, none are here; {best.name} is quickest for the next"
         for horizon in self._config.horizons:
@@ -285,7 +279,6 @@ class Meter:
         return len(self._times) + unseen_s * self.before_per_s
 
     def seen(self, now_s: float) -> str:
-        """In words."""
         num, span_s = len(self._times), min(self.window_s, now_s - (self._start_s or 0.0))
         came = "1 request" if num == 1 else f"{num} requests"
         if span_s < self.window_s:
@@ -310,7 +303,6 @@ class Meter:
         sums, squares = [0, *accumulate(counts)], [0, *accumulate(n * n for n in counts)]
 
         def spread(a: int, b: int) -> float:
-            """Sum of squares about the mean."""
             return squares[b] - squares[a] - (sums[b] - sums[a]) ** 2 / (b - a) if b > a else 0.0
 
         least = min(spread(0, cut) + spread(cut, num) for cut in range(num))

@@ -10,7 +10,7 @@ integer. A launch that returns a new buffer writes all of it. Atomic updates of 
 sum depends on the order.
 
 A much-used buffer is divided into shelves, byte ranges of the buffer or of one row (`fold`), so that a write
-to one slice of a cache is compared with its neighbours only. Time is nearly linear in launches.
+to one slice of a cache is compared with its neighbours only.
 """
 
 from collections import Counter, defaultdict
@@ -34,7 +34,6 @@ class Seen:
     start: int
     stop: int
     reads: bool
-    # Including read-writes.
     writes: bool
     # True if every earlier entry of the list has a path to this launch.
     is_last_word: bool
@@ -49,7 +48,6 @@ class Shelves:
     count: int
 
     def span(self, region: Region) -> range | None:
-        """None if many."""
         start, stop = fold(region, self.row_bytes)
         first, last = (x * self.count // self.row_bytes for x in (start, stop - 1))
         return range(first, last + 1) if last - first < WIDE else None
@@ -202,7 +200,6 @@ def _reduced(found: dict[tuple[int, Hazard], Edge], above: list[int]) -> list[Ed
 
 
 def _returns_new(kind: BufferKind, launch: Launch, access: Access) -> bool:
-    """Given that nothing touched the buffer before."""
     return (
         access.write
         and not access.read
@@ -245,7 +242,6 @@ def _waits(history: History, access: Access, region: Region) -> Iterator[tuple[i
 
 
 def _overlapping(history: History, region: Region, is_write: bool) -> Iterator[Seen]:
-    """Latest first in each list."""
     start, stop, is_dense = region.start, region.stop, not region.dims
     for listed in history.entries(is_write).near(region):
         for past in reversed(listed):

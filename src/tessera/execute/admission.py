@@ -15,7 +15,6 @@ from typing import Generic, TypeVar
 from tessera.errors import ServiceBusy
 from tessera.execute.lanes import LoadedLane
 
-# Weight of the latest step in the mean.
 LATEST = 0.1
 T = TypeVar("T")
 # Factor on a step's time alone.
@@ -32,7 +31,6 @@ class FairQueue(Generic[T]):
     def __init__(self, max_waiting: int | None = None) -> None:
         self._max_waiting = max_waiting
         self._returned: deque[T] = deque()
-        # First client's first item is next.
         self._by_client: dict[str, deque[T]] = {}
         self._num = 0
         self._lock = threading.Lock()
@@ -41,7 +39,6 @@ class FairQueue(Generic[T]):
         return len(self._returned) + self._num
 
     def push(self, client: str, item: T) -> None:
-        """Raises ServiceBusy when too many wait."""
         with self._lock:
             if self._max_waiting is not None and self._num >= self._max_waiting:
                 raise ServiceBusy(f"{self._num} requests are already waiting", "Try again later.")
@@ -88,12 +85,10 @@ class FairQueue(Generic[T]):
 
 @dataclass(slots=True, eq=False)
 class StepCost:
-    # By the plan's costs.
     busy_s: Mapping[str, float]
-    # The busiest device's until a run was seen.
     alone_s: float
     least_s: float | None = None
-    # Recent mean, beside other microbatches; 0: not run yet.
+    # Recent mean, beside other microbatches.
     usual_s: float = 0.0
 
     def seen(self, seconds: float) -> None:

@@ -24,7 +24,7 @@ _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 IPC_HANDLE_BYTES = 64
 # Seconds between two looks of a worker at its GPU.
 LOOK_S = 20e-6
-# Valid on every architecture, the smallest on Hopper.
+# SMs of a group where the driver does not say: valid on every architecture, the smallest on Hopper.
 _LEAST_GROUP = 8
 
 
@@ -47,8 +47,6 @@ class SmResource(ctypes.Structure):
 
 
 class _MemOp(ctypes.Structure):
-    """CUstreamBatchMemOpParams."""
-
     _fields_ = (
         ("operation", ctypes.c_int),
         ("address", ctypes.c_uint64),
@@ -64,7 +62,6 @@ class _IpcHandle(ctypes.Structure):
 
 
 def ask(name: str, *args: Any) -> None:
-    """Raises an error that names the function."""
     try:
         function = getattr(driver(), name)
     except AttributeError as error:
@@ -92,7 +89,6 @@ def card(ordinal: int) -> torch.device:
 
 
 def pinned(shape: Sequence[int], dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """Zeroed."""
     return torch.zeros(tuple(shape), dtype=dtype, pin_memory=True)
 
 
@@ -152,7 +148,6 @@ def green_stream(ordinal: int, context: ctypes.c_void_p, priority: int = 0) -> t
 
 
 def _device(ordinal: int) -> ctypes.c_int:
-    """Both count the visible GPUs."""
     torch.cuda.init()
     device = ctypes.c_int()
     ask("cuDeviceGet", ctypes.byref(device), ordinal)
@@ -205,7 +200,6 @@ class IpcMemory:
 
 
 def open_shared(ordinal: int, handle: bytes) -> int:
-    """Address in this process."""
     pointer = ctypes.c_uint64()
     with torch.cuda.device(ordinal):
         torch.cuda.current_stream().synchronize()
@@ -219,8 +213,6 @@ def close_shared(address: int) -> None:
 
 
 class _Bytes:
-    """In the form that torch wraps without copying."""
-
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3,

@@ -36,7 +36,6 @@ def key_of(kind: str, device: int, epoch: int) -> str:
 
 @functools.cache
 def own_version() -> str:
-    """The engine refuses another version."""
     try:
         return f"{importlib.metadata.version(DISTRIBUTION)} (format {FORMAT_VERSION})"
     except importlib.metadata.PackageNotFoundError:  # run from a source tree
@@ -62,7 +61,6 @@ class EngineAddress:
     host: str
     port: int
     secret: bytes = field(repr=False)
-    # See `Hello`.
     digest: str = ""
 
     @property
@@ -71,7 +69,6 @@ class EngineAddress:
 
     @property
     def own_host(self) -> str:
-        """Address of this machine on the route to the engine."""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((self.host, self.port))
             return str(probe.getsockname()[0])
@@ -94,11 +91,9 @@ class EngineConnection:
         self._is_over = False
         # True: the loop reads its messages itself; the mailbox's thread only while the loop does not.
         self.leads = False
-        # The loop's thread while it waits.
         self._waiting = 0
         # (microbatch, run, position) of every active run; set by the worker.
         self.where: Callable[[], list[tuple[int, int, int]]] = list
-        # Called once.
         self.ended: Callable[[], object] = lambda: None
         self._news: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.mailbox = Mailbox()

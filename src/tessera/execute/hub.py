@@ -31,16 +31,16 @@ from tessera.execute.rendezvous import MAX_ASKED_BYTES, Board, Rendezvous, Worke
 from tessera.execute.stepper import DeviceState, DeviceStatus
 from tessera.execute.transport import RESTART_TOGETHER
 
-# When the hub stops, and when a worker is lost; then it is killed.
+# Time to leave before a worker is killed: when the hub stops, and when it is lost.
 STOP_TIMEOUT_S, LEAVE_S = 5.0, 0.2
 START_TIMEOUT_S = 300.0
 # Work after which failures are forgotten.
 HEALTHY_S = 60.0
 # The first failures in a row cost no pause; the pause then doubles.
 QUICK_FAILURES, FIRST_PAUSE_S, MAX_PAUSE_S = 2, 10.0, 300.0
-# A worker's message beside its tensors.
+# Bytes of a worker's message beside its tensors.
 SLACK_BYTES = 64 << 20
-# For a lost device's next remote worker to connect.
+# Time for a lost device's next remote worker to connect.
 ABSENT_S = 20.0
 # Remote workers lost during configuration before that counts as a failure.
 MAX_CONFIGURED = 3
@@ -61,9 +61,7 @@ class Wake:
 @dataclass(frozen=True, slots=True)
 class LostWorker:
     how: str
-    # In a row, this one included.
     failures: int
-    # None: never.
     retry_s: float | None
 
 
@@ -80,7 +78,6 @@ class _Member:
     setup: messages.Setup | None = None
     process: LocalProcess | None = None
     connection: PeerConnection | None = None
-    # While a remote worker is configured.
     pieces: messages.Pieces | None = None
     num_configured: int = 0
     pid: int | None = None
@@ -88,7 +85,7 @@ class _Member:
     failures: int = 0
     started_s: float = 0.0
     ready_s: float | None = None
-    # When another is started; None: there is one, or never.
+    # When another worker is started; None: one exists, or none will.
     due_s: float | None = 0.0
     ask_s: float = float("inf")
     offset_s: float = 0.0
@@ -107,7 +104,7 @@ class Hub:
     about   asked now and then about a device whose worker has not connected
     """
 
-    # In a row, until a device is given up; None: never.
+    # Failures in a row after which a device is given up; None: never.
     max_failures: int | None = None
 
     def __init__(
@@ -139,7 +136,6 @@ class Hub:
         self._is_woken = False
         self._store = Board(self._tell)
         self._threads: list[threading.Thread] = []
-        # Lost because nobody connected.
         self._absent: set[int] = set()
         self._is_over = threading.Event()
 
@@ -148,7 +144,6 @@ class Hub:
         return self.setups[0].transport in RESTART_TOGETHER
 
     def start(self) -> None:
-        """Returns at once; `take` reports each worker."""
         home = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         self._folder = tempfile.mkdtemp(prefix=f"tessera-{os.getpid()}-", dir=home)
         host, secret = "", b""
@@ -226,7 +221,6 @@ class Hub:
         self._members[device].failures = 0
 
     def load(self, lanes: Sequence[messages.LoadLanes], dropped: Sequence[int] = ()) -> None:
-        """For present and future workers."""
         for device, then in enumerate(self.setups):
             now = then.extended(lanes[device]) if lanes else then
             self.setups[device] = replace(now, dropped=(*then.dropped, *dropped))
@@ -361,7 +355,6 @@ class Hub:
         return [t for t in times if t != float("inf")]
 
     def _patience_s(self, device: int) -> float:
-        """Time to get ready, or for a remote worker to connect."""
         member = self._members[device]
         if device in self._here or not member.is_awaited or member.epoch == 0:
             return START_TIMEOUT_S
@@ -387,7 +380,6 @@ class Hub:
         return None
 
     def _ask_about(self, device: int, epoch: int, limit_s: float) -> None:
-        """In a thread."""
         said = self._about(device)
         complaints = self._rendezvous.complaints if self._rendezvous is not None else ()
         if not said and complaints:
@@ -441,7 +433,6 @@ class Hub:
             connection.send(messages.Welcome(messages.pack_config(member.setup)))
 
     def _sort(self, source: Any, message: Any) -> tuple[int, Any] | None:
-        """Handles what is the hub's; returns the stepper's news."""
         if isinstance(message, Wake):
             self._is_woken = False
             return NOBODY, message
@@ -498,7 +489,6 @@ class Hub:
         return device, messages.Failed(error.message, error.remedy)
 
     def _welcome(self, device: int, ready: messages.WorkerReady) -> Up:
-        """Tells all what changed while this worker started."""
         member = self._members[device]
         assert member.setup is not None
         member.state, member.ready_s, member.address = "ready", time.monotonic(), ready.address

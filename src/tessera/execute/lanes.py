@@ -57,20 +57,17 @@ PageBuffers = Mapping[str, PageBuffer]
 @dataclass(frozen=True, slots=True)
 class Home:
     number: int
-    # By name.
     buffers: PageBuffers
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedLane:
-    # Among all lanes ever loaded.
     number: int
     plan: Plan
     # Numbers of the plan, and of the lane within it.
     policy: int
     index: int
     devices: frozenset[str]
-    # Numbers among all steps.
     steps: tuple[int, ...]
     # None: each microbatch has its own state.
     home: int | None = None
@@ -83,7 +80,6 @@ class LoadedLane:
 
     @cached_property
     def can_queue(self) -> bool:
-        """True if the next step may be queued behind the running one."""
         return len(self.devices) == 1 or can_overlap(self.plan, self.lane)
 
     @property
@@ -99,22 +95,17 @@ class LoadedLane:
 class Lanes:
     def __init__(self, plans: Sequence[Plan]) -> None:
         self.all: list[LoadedLane] = []
-        # Costs from the first plan that has them.
         self.graphs: list[Graph] = []
         self.costs: list[Costs | None] = []
-        # By name.
         self.homes: dict[str, Home] = {}
-        # Devices.
         self.lost: set[str] = set()
         # Per loaded plan: number of its first lane, and its shares.
         self._tables: list[tuple[int, LaneShares]] = []
-        # Lanes of replaced plans.
         self._old: dict[int, LoadedLane] = {}
         self._num_homes = 0
         self.load(plans)
 
     def load(self, plans: Sequence[Plan]) -> tuple[LoadedLane, ...]:
-        """Returns the new lanes."""
         check_alike([*([self.all[0].plan] if self.all else []), *plans])
         self._add_homes(plans)
         first = len(self.all)
@@ -131,7 +122,6 @@ class Lanes:
         return tuple(self.all[first:])
 
     def _number_steps(self, plan: Plan) -> tuple[int, ...]:
-        """All different."""
         found: list[int] = []
         for step, graph in enumerate(plan.graphs):
             known = (
@@ -197,7 +187,6 @@ class Lanes:
 
 
 def devices_of(plan: Plan, index: int) -> frozenset[str]:
-    """Devices needed for launches, state or outputs."""
     lane, names = plan.lanes[index], plan.cluster.names
     found: set[int] = set()
     for graph, place in zip(plan.graphs, lane.placement.devices, strict=True):

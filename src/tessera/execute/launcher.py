@@ -141,7 +141,7 @@ class Launcher:
 def find_operator(name: str) -> Any:
     namespace, operator, overload = name.split(".")
     if namespace == "tessera" and operator in MODULES:
-        import_module(MODULES[operator])  # registers it
+        import_module(MODULES[operator])
     try:
         return getattr(getattr(getattr(torch.ops, namespace), operator), overload)
     except AttributeError as error:
@@ -169,7 +169,6 @@ def bind(
     place: Callable[[View], torch.Tensor],
     name: str,
 ) -> Callable[[], None]:
-    """`keep`: results that have their own place."""
     into = [(index, place(view), torch.Size(view.shape)) for index, view in keep]
     if not into:
         return lambda: operator(*args, **kwargs)
@@ -240,7 +239,6 @@ def generator_buffer(trace: Trace, launch: Launch) -> int | None:
 
 @contextmanager
 def drawing(name: str, state: Storage) -> Iterator[None]:
-    """The generator has `state`, which is then updated."""
     generator = _generator(name)
     before = generator.get_state().clone()
     flat = torch.empty(0, dtype=torch.uint8, device=state.device).set_(state)

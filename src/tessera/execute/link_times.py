@@ -58,7 +58,6 @@ class TransferTimes:
 def time_transfers(
     a: Device, b: Device, transport: str, sizes: Sequence[int], build_graph: Callable[[Trace], Graph]
 ) -> TransferTimes:
-    """Sizes: multiples of four."""
     a, b = (replace(device, is_dilated=False) for device in (a, b))  # the real link is measured
     graphs = tuple(build_graph(chain(size)) for size in sizes)
     turns = tuple(n % 2 for n in range(LAUNCHES))
@@ -80,7 +79,6 @@ def time_transfers(
 
 
 def time_fetches(ordinal: int) -> float:
-    """GB/s of copies from page-locked memory to a GPU."""
     source, times = driver.pinned((FETCHED_BYTES,)), list[float]()
     place = torch.empty_like(source, device=driver.card(ordinal))
     for _ in range(MIN_REPEATS):

@@ -16,7 +16,6 @@ from tessera.execute.messages import PIECE_BYTES, LinkClose, LinkFrame, LinkOpen
 from tessera.ir import Program
 
 OPEN_S = 20.0
-# To tell the other end that a link is closed on purpose.
 CLOSE_S = 1.0
 Frame = LinkFrame | PageFrame | PageTaken
 
@@ -32,13 +31,11 @@ class Links:
     """`post` hears of links that were cut."""
 
     def __init__(self, setup: Setup, mailbox: Mailbox, post: Callable[[Gone], None]) -> None:
-        # Updated by `relink`.
         self.epochs = list(setup.epochs)
         self._mailbox, self._device, self._post = mailbox, setup.device, post
         # Called in the thread that pumps the mailbox; the contents stay valid.
         self.arrived: Callable[[int, LinkFrame, memoryview], None] | None = None
         self.pages: Callable[[int, PageFrame | PageTaken, memoryview], None] | None = None
-        # Maximum bytes of one transfer, by peer.
         self._largest: Counter[int] = Counter()
         self.load(setup.programs)
         # Peer -> its address, the link to it, and its link to this worker.
@@ -104,7 +101,6 @@ class Links:
             out.close(CLOSE_S)
 
     def _hear_back(self, connection: PeerConnection, message: Any, contents: memoryview | None) -> None:
-        """Nothing comes back but the link's end."""
         why = message.reason if isinstance(message, Hangup) else "it answered over a one-way link"
         self._end(connection, why)
 
@@ -134,7 +130,6 @@ class Links:
             self.arrived(peer, frame, contents)
 
     def _open(self, connection: PeerConnection, device: int, epoch: int) -> None:
-        """Only from the present worker of a peer."""
         with self._lock:
             if device == self._device or device >= len(self.epochs) or epoch < self.epochs[device]:
                 connection.close()
@@ -143,7 +138,6 @@ class Links:
             self._ins[device], self._peers[connection] = connection, device
 
     def _forget(self, connection: PeerConnection) -> int | None:
-        """The peer, if the link was in use."""
         with self._lock:
             peer = self._peers.pop(connection, -1)
             for links in (self._outs, self._ins):

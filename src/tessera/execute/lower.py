@@ -1,11 +1,11 @@
 """Lowering: a plan becomes programs, one instruction list per device.
 
-Each lane becomes a list of programs in running order: every step once with its count, and between two steps
-whose state lives on different devices a program that only moves the state. Within a program every device
-keeps trace order; `ir.plan` says why that cannot deadlock.
+Each lane becomes a list of programs in running order: every step once, and between two steps whose state
+lives on different devices a program that only moves the state. Within a program every device keeps trace
+order; `ir.plan` says why that cannot deadlock.
 
 Programs of workers (`lower`) and scripts of the simulator (`simulate.columns`) both come from a `LoweredRun`,
-so the simulator times what workers run. Its cost grows with the transfers, not the launches.
+so the simulator times what workers run.
 
 `check_programs` proves a program before it runs. The rules, beyond those of `ir.verify`:
   - every launch of the step runs once, on one device
@@ -47,14 +47,12 @@ from tessera.ir import (
 
 # Version of state that a program only moves.
 GIVEN = -1
-# In place of a version.
 FREED = -2
 
 # (launch, 0: received before it or 1: sent after it, transfer)
 TransferPoint = tuple[int, int, int]
 # (state buffer, last launch that touches it)
 StateLaunches = tuple[tuple[int, int | None], ...]
-# (weight, host)
 Fetched = Sequence[tuple[str, int]]
 
 
@@ -63,15 +61,12 @@ class LoweredRun:
     """Transfers of a step's run, or of a move of state, and their points among the launches."""
 
     transfers: tuple[Transfer, ...]
-    # points[device]
     points: tuple[tuple[TransferPoint, ...], ...]
     # Launches whose weights the last transfers fetch: begun by the reading device, ahead of the launch.
     fetches: tuple[int, ...] = ()
 
 
 class StepLowering:
-    """Lowers one step for any placement."""
-
     def __init__(self, graph: Graph, num_devices: int) -> None:
         self.graph, self.num_devices = graph, num_devices
         values = [
@@ -82,7 +77,6 @@ class StepLowering:
         pins = [(row, reader) for row, (_, v) in enumerate(values) for reader in v.readers]
         self._pins = np.array(pins, dtype=np.int64).reshape(-1, 2).T.copy()
         self._state = _state_launches(graph.trace)
-        # (launch, weight, its buffer)
         self._weights = [
             (n, graph.trace.buffers[b].name, b)
             for n, launch in enumerate(graph.trace.launches)
@@ -137,7 +131,6 @@ class StepLowering:
 
 
 def lower_moves(moves: Sequence[Transfer], num_devices: int) -> LoweredRun:
-    """Sends, then receives."""
     return _with_moves([], [[] for _ in range(num_devices)], 0, moves)
 
 
@@ -180,7 +173,6 @@ class UnitLowering:
 
 
 def lower(plan: Plan) -> tuple[tuple[Program, ...], ...]:
-    """programs[lane] in running order."""
     unit = UnitLowering(plan.unit, len(plan.cluster.devices))
     return tuple(_lower_lane(plan, n, unit) for n in range(len(plan.lanes)))
 
@@ -263,7 +255,6 @@ def _homes(state: StateLaunches, place: Sequence[int]) -> tuple[tuple[int, int],
 
 
 def outputs_of(graph: Graph, place: Sequence[int]) -> tuple[tuple[str, int], ...]:
-    """(name, device of its final version)."""
     final: dict[int, Value] = {v.buffer: v for v in graph.values if v.is_final}
     homes = dict(homes_of(graph, place))
     found = []
@@ -275,7 +266,6 @@ def outputs_of(graph: Graph, place: Sequence[int]) -> tuple[tuple[str, int], ...
 
 
 def check_programs(plan: Plan, programs: Sequence[Program]) -> None:
-    """Raises RuleBroken."""
     for program in programs:
         verify(program)
         _Checker(plan, program).check()
@@ -285,7 +275,6 @@ class _Checker:
     def __init__(self, plan: Plan, program: Program) -> None:
         self._plan, self._graph, self._program = plan, plan.graphs[program.step], program
         graph = self._graph
-        # Launch -> versions.
         self._reads: dict[int, list[int]] = defaultdict(list)
         self._makes: dict[int, list[int]] = defaultdict(list)
         for number, value in enumerate(graph.values):
@@ -295,7 +284,6 @@ class _Checker:
                 self._makes[value.producer].append(number)
         given = {v.buffer: n for n, v in enumerate(graph.values) if v.producer is None}
         there = {buffer: given.get(buffer, GIVEN) for buffer in graph.trace.buffers_of(BufferKind.INPUT)}
-        # [device]: buffer -> version.
         self._held = [there | {b: given.get(b, GIVEN) for b in weights} for weights in program.weights]
         moved = [(t.buffer, t.src) for t in program.transfers if t.value == GIVEN]
         for buffer, device in (*program.homes, *moved):

@@ -6,11 +6,10 @@ frame.
 Security: ipc:// addresses lie in a folder with mode 0700. A tcp:// address needs a secret, from which both
 ends derive CURVE keys: bytes are encrypted, and only the client key of the same secret is admitted.
 
-Bounds: size of a message, queued messages, duration of a handshake. A socket's monitor reports closed
-connections; TCP keep-alive finds machines that vanished.
+A socket's monitor reports closed connections; TCP keep-alive finds machines that vanished.
 
-Any thread may send. One thread at a time calls `pump`: the engine while it waits; a worker's idle loop
-(`lead`), or the mailbox's own thread while the loop computes.
+Any thread may send or wake. One thread at a time calls `pump`: the engine while it waits; a worker's idle
+loop (`lead`), or the mailbox's own thread while the loop computes.
 """
 
 import contextlib
@@ -54,7 +53,6 @@ EVENTS, POLLIN, NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
 SEND_MORE = int(zmq.SNDMORE) | NOBLOCK
 # A loop that has not pumped for this long computes: the mailbox's thread pumps instead.
 TAKE_OVER_S = 0.02
-# Where the library asks whether a client key is admitted.
 ZAP = "inproc://zeromq.zap.01"
 TOO_LONG = "it sent a message that is too long"
 REFUSALS = {
@@ -77,8 +75,6 @@ def derive_keys(secret: bytes, role: str) -> tuple[bytes, bytes]:
 
 
 class PeerConnection:
-    """At a listener from the peer's first message on."""
-
     def __init__(
         self,
         mailbox: "Mailbox",
@@ -88,7 +84,6 @@ class PeerConnection:
         patience_s: float = float("inf"),
     ) -> None:
         self._mailbox, self.end, self.name, self.host = mailbox, end, name, host
-        # At a connecting end.
         self.is_open, self.num_failed = False, 0
         self.until_s = time.monotonic() + patience_s
         self.is_closed = False
@@ -100,7 +95,6 @@ class PeerConnection:
         return self._mailbox.send(self, parts)
 
     def close(self, linger_s: float = 0.0) -> None:
-        """A listener stops hearing the peer."""
         self.is_closed = True
         if self.end.connection is self:
             self._mailbox.drop(self.end, linger_s)
@@ -116,14 +110,12 @@ class _End:
     monitor: "zmq.Socket[bytes]"
     hear: Hear
     max_bytes: Callable[[PeerConnection], int]
-    # Connecting end only.
     connection: PeerConnection | None = None
     # Listener: peers by routing id and by file descriptor; closed descriptors.
     by_name: dict[bytes, PeerConnection] = field(default_factory=dict)
     by_fd: dict[int, PeerConnection] = field(default_factory=dict)
     closed_fds: set[int] = field(default_factory=set)
     hosts: dict[int, str] = field(default_factory=dict)
-    # Told after the messages that came over them.
     closing: list[tuple[PeerConnection, Hangup]] = field(default_factory=list)
     # Why the handshake failed of the connection that is reported as closed next; empty: the peer left.
     refusal: str | None = None
@@ -143,7 +135,6 @@ class Mailbox:
         self._by_fd: dict[int, tuple[_End, bool]] = {}
         self._ends: list[_End] = []
         self._num_sockets = 0
-        # Found broken by `send`.
         self._broken: deque[PeerConnection] = deque()
         self._thread: threading.Thread | None = None
         self._is_over = False
@@ -215,7 +206,6 @@ class Mailbox:
         self._thread.start()
 
     def pump(self, timeout_s: float | None) -> None:
-        """Delivers all news."""
         # End -> whether its monitor has news. Reading an idle monitor costs as much as a message.
         ready: dict[_End, bool] = {}
         for fd, _ in self._epoll.poll(timeout_s):
@@ -247,7 +237,6 @@ class Mailbox:
         return not self._is_over and bool(self._epoll.poll(0)) and not self._pumping.locked()
 
     def wake(self) -> None:
-        """Makes `pump` return; from any thread."""
         os.eventfd_write(self._wake_fd, 1)
 
     def send(self, connection: PeerConnection, parts: list[Any]) -> bool:
@@ -265,7 +254,7 @@ class Mailbox:
                 if _has_message(end.socket):
                     self.wake()
                 return True
-            except zmq.ZMQError:  # unknown peer, or one that does not read
+            except zmq.ZMQError:
                 self._broken.append(connection)
         self.wake()
         return False
@@ -392,7 +381,7 @@ class Mailbox:
             self._read_monitor(
                 end
             )  # an earlier connection of this descriptor is closed before it is used again
-            if fd in end.closed_fds:  # it has left since
+            if fd in end.closed_fds:
                 self._broken.append(connection)
             else:
                 end.by_fd[fd] = connection
@@ -453,6 +442,6 @@ def _host(fd: int) -> str:
     try:
         with socket.socket(fileno=os.dup(fd)) as accepted:
             name = accepted.getpeername()
-    except OSError:  # closed meanwhile
+    except OSError:
         return ""
     return str(name[0]) if isinstance(name, tuple) else ""

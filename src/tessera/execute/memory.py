@@ -6,7 +6,7 @@ The footprint is computed before anything is allocated, in multiples of `ALIGN`:
     one microbatch = its lane's own state + the peak of a program's other buffers, each counted until its
                      `Free`, + places of fetched weights
 
-Weights of several plans over one model are counted once by name. Not counted: scratch memory inside a launch,
+Weights of several plans are counted once. Not counted: scratch memory inside a launch,
 and the shared memory of transfers (`landing`).
 """
 
@@ -60,11 +60,9 @@ StatePlace = tuple[int, int]
 class Footprint:
     device: str
     weight_bytes: int
-    # The largest lane's; that of all microbatches.
     microbatch_bytes: int
     microbatches: int
     held_bytes: int
-    # Pages.
     home_bytes: int = 0
 
     @property
@@ -94,7 +92,6 @@ def ready_programs(plan: Plan) -> tuple[tuple[Program, ...], ...]:
 def footprints(
     plans: Sequence[Plan], programs: Sequence[Programs], microbatches: int | None = None
 ) -> tuple[Footprint, ...]:
-    """Per device, of plans loaded together."""
     microbatches = microbatches or max(plan.microbatches for plan in plans)
     found = []
     for index, device in enumerate(plans[0].cluster.devices):
@@ -277,7 +274,6 @@ def constant(buffer: Buffer, device: torch.device | None = None) -> Storage:
 
 
 def fresh(trace: Trace, device: torch.device, fill: Callable[..., torch.Tensor] = torch.empty) -> Make:
-    """From torch's current pool."""
     sizes = [buffer.size_bytes for buffer in trace.buffers]
     return lambda buffer: fill(sizes[buffer], dtype=torch.uint8, device=device).untyped_storage()
 
@@ -356,7 +352,6 @@ class Memory:
         """`make` allocates a buffer that is named before it is written."""
         self._weights, self._make = weights, make
         self._own: dict[int, Storage] = {}
-        # See `launcher`.
         self.calls: dict[int, Callable[[], None]] = {}
         self.slots: Slots = {}
 
@@ -415,11 +410,9 @@ class PlacedMemory(Memory):
 class ProgramMemory:
     program: Program
     memory: PlacedMemory
-    # Name -> buffer.
     given: dict[str, int]
     outputs: dict[str, View]
     state: dict[str, torch.Tensor]
-    # See `schedule`; empty: unknown.
     until_wait_us: Sequence[float]
     late_at: int
 
@@ -429,9 +422,7 @@ class DeviceState:
 
     def __init__(self, device: int, card: torch.device) -> None:
         self._device, self._card = device, card
-        # By step.
         self.traces: list[Trace] = []
-        # homes[home][name]
         self.homes: dict[int, dict[str, Storage]] = defaultdict(dict)
         # Plans may have state of different sizes under one name.
         self.own: dict[tuple[int, str, int], Storage] = {}
@@ -450,7 +441,6 @@ class DeviceState:
         return held[key]
 
     def named(self, microbatch: int, program: Program) -> dict[str, torch.Tensor]:
-        """Flat bytes."""
         buffers, found = self.traces[program.step].buffers, dict[str, torch.Tensor]()
         for index, home in program.homes:
             if home == self._device:
@@ -470,7 +460,6 @@ class DeviceState:
         return None
 
     def slots(self, microbatch: int, program: Program) -> Slots:
-        """Places in turn."""
         trace = self.traces[program.step]
         sizes = slot_bytes(trace, program, self._device)
         if (microbatch, sizes) not in self.rings:
@@ -489,9 +478,7 @@ class DeviceState:
 class WorkerMemory(DeviceState):
     def __init__(self, device: int) -> None:
         super().__init__(device, torch.device("cpu"))
-        # By step.
         self._weights: list[dict[int, Storage]] = []
-        # pools[microbatch][bytes]
         self._pools: dict[int, dict[int, list[Storage]]] = defaultdict(dict)
 
     def add_step(self, trace: Trace, weights: dict[int, Storage]) -> None:

@@ -44,8 +44,6 @@ Number = Annotated[float, Meta(ge=-(2.0**53), le=2.0**53)]
 
 
 class PackedTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Row-major values."""
-
     dtype: str
     shape: tuple[Index, ...]
     data: memoryview
@@ -123,9 +121,8 @@ class MovePages(_Message, frozen=True):
     """Copy pages or rows of state to this or another device."""
 
     run: Index
-    # Destination.
     device: Index
-    # (home, -1), or (lane, microbatch) for a microbatch's own state.
+    # See `memory.StatePlace`.
     place: tuple[Whole, Whole]
     to_place: tuple[Whole, Whole]
     # (state buffer, bytes of a page)
@@ -209,7 +206,6 @@ class Leave(_Message, frozen=True):
 class Hello(_Message, frozen=True):
     """First message of a remote worker."""
 
-    # Device index, or ANY_RANK.
     rank: Whole
     # Digest of its plans; empty: none.
     digest: str
@@ -217,14 +213,10 @@ class Hello(_Message, frozen=True):
 
 
 class Welcome(_Message, frozen=True):
-    """See `pack_config`."""
-
     config: bytes
 
 
 class Refused(_Message, frozen=True):
-    """The engine cannot use this worker."""
-
     message: str
     remedy: str
 
@@ -290,8 +282,6 @@ class Done(_Message, frozen=True):
 
 
 class Failed(_Message, frozen=True):
-    """The worker cannot go on."""
-
     message: str
     remedy: str
 
@@ -301,13 +291,10 @@ class PeerLost(_Message, frozen=True):
 
     device: Whole
     message: str
-    # As known here.
     epoch: Whole = 0
 
 
 class StoreSet(_Message, frozen=True):
-    """A worker's value for other workers."""
-
     key: str
     value: bytes
 
@@ -339,7 +326,6 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Message:
-    """Raises TesseraError."""
     try:
         return _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -369,7 +355,6 @@ class WorkerConfig:
     # Restarts of this device, and of every device.
     epoch: int = 0
     epochs: tuple[int, ...] = ()
-    # Dilation; see `cuda.pace`.
     scale: float = 1.0
     # True to time every launch even where that costs time.
     is_profiled: bool = False
@@ -395,8 +380,6 @@ class WorkerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup(WorkerConfig):
-    """A worker's configuration with what its machine provides."""
-
     # All weights of the model: plans loaded later may read others.
     weights: dict[str, torch.Tensor]
     engine: str = ""
@@ -418,7 +401,6 @@ def make_setups(
     scale: float = 1.0,
     is_profiled: bool = False,
 ) -> list[Setup]:
-    """One per device; `programs` by lane number."""
     cluster, traces = loaded.all[0].plan.cluster, tuple(g.trace for g in loaded.graphs)
     names = {t.buffers[b].name for t in traces for b in t.buffers_of(BufferKind.WEIGHT)}
     shared = {name: weights[name].detach().share_memory_() for name in names if name in weights}
@@ -435,7 +417,6 @@ def make_setups(
 
 
 def modelled_us(loaded: Lanes, device: int, first: int = 0) -> tuple[tuple[float, ...], ...]:
-    """us[step][launch], from step `first` on."""
     found = (() if costs is None else costs.costs for costs in loaded.costs[first:])
     return tuple(tuple(row[device].us for row in rows) for rows in found)
 
@@ -446,7 +427,6 @@ def pack_config(setup: Setup) -> bytes:
 
 
 def unpack_config(packed: bytes) -> WorkerConfig:
-    """Verifies; raises WorkerError."""
     try:
         config = msgspec.msgpack.decode(packed, type=WorkerConfig)
         for record in (config.cluster, *config.traces, *(p for lane in config.programs for p in lane)):
@@ -507,7 +487,6 @@ class Pieces:
 
 
 def fetch(weight: WeightRecord, ask: Callable[[str, int], memoryview]) -> torch.Tensor:
-    """`ask` requests by name and first byte."""
     tensor = torch.empty(weight.shape, dtype=getattr(torch, weight.dtype))
     flat, at = tensor.reshape(-1).view(torch.uint8), 0
     while at < flat.numel():

@@ -20,12 +20,11 @@ from tessera.execute.stepper import Moved, PageMove, Route
 @dataclass
 class MoveUnderWay:
     move: PageMove
-    # Read and written.
     homes: tuple[int | None, int | None]
     num_bytes: Counter[tuple[int, int]]
     # Run -> source and destination, until it has ended.
     runs: dict[int, tuple[int, int]]
-    # For the move, or for the cancellation once it has failed.
+    # Deadline of the move, or of its cancellation once it has failed.
     until_s: float
     began_s: float = field(default_factory=time.monotonic)
     failure: str = ""
@@ -34,12 +33,9 @@ class MoveUnderWay:
 
 
 class Moves:
-    """`tell` takes the end of a move."""
-
     def __init__(self, hub: Hub, timeout_s: float | None, tell: Callable[[Moved], None]) -> None:
         self._hub, self._timeout_s, self._tell = hub, timeout_s, tell
         self.under_way: list[MoveUnderWay] = []
-        # (source, destination) -> bytes
         self.moved: Counter[tuple[int, int]] = Counter()
 
     def start(
@@ -81,7 +77,6 @@ class Moves:
             self._settle(found)
 
     def fail(self, why: str, is_hit: Callable[[MoveUnderWay], bool], gone: Collection[int] = ()) -> None:
-        """`gone`: devices whose workers are gone."""
         for found in list(self.under_way):
             if not found.failure and is_hit(found):
                 found.failure, found.until_s = why, self._due_s()

@@ -19,13 +19,10 @@ DRAIN_S = 5.0
 ROUNDS = 2
 # A plan must be this much faster to be picked over the first.
 MARGIN = 0.02
-# Requests per microbatch in every round.
 EACH = 5
 
 
 class Request(Protocol):
-    """Repeatable from the start."""
-
     def state(self) -> Tensors:
         """All its steps' initial state."""
 
@@ -37,16 +34,12 @@ class Request(Protocol):
 class RunResult:
     lane: int
     policy: int = 0
-    # By run.
     outputs: list[dict[str, Any]] = field(default_factory=list)
-    # Flat bytes.
     state: dict[str, Any] = field(default_factory=dict)
-    # From the start of the list.
     start_s: float = 0.0
     stop_s: float = 0.0
     restarts: int = 0
     error: str = ""
-    # -1: never in flight.
     microbatch: int = -1
 
 
@@ -212,7 +205,6 @@ class Trial:
 
 
 def try_all(plans: Sequence[Plan], run: Callable[[int], Sequence[RunResult]]) -> list[Trial]:
-    """`run(number)` runs the same requests under one plan."""
     rates: list[list[float]] = [[] for _ in plans]
     for _ in range(ROUNDS):
         for number in range(len(plans)):
@@ -221,7 +213,6 @@ def try_all(plans: Sequence[Plan], run: Callable[[int], Sequence[RunResult]]) ->
 
 
 def pick(trials: Sequence[Trial]) -> Trial:
-    """The fastest plan, or the first if about as fast."""
     best = max(trials, key=lambda t: t.per_s)
     return trials[0] if trials[0].per_s * (1.0 + MARGIN) >= best.per_s else best
 

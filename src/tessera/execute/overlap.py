@@ -18,7 +18,6 @@ from tessera.execute.lower import LoweredRun, StepLowering, UnitLowering, output
 from tessera.ir import Lane, Plan, Trace
 
 Pair = tuple[int, int]
-# More events than any share has.
 ALL = 1 << 62
 
 
@@ -54,7 +53,6 @@ def order_of(step: StepLowering, place: Sequence[int]) -> StepOrder:
     known = [[0] * num for _ in range(num)]
     begun = [frozenset({device}) for device in range(num)]
     first: dict[Pair, frozenset[int]] = {}
-    # Transfer -> what its sender knew.
     sent: dict[int, tuple[list[int], frozenset[int]]] = {}
     position, ready = [0] * num, list(range(num))
     while ready:

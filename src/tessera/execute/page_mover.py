@@ -1,8 +1,7 @@
 """PageMover: a worker's end of moves of pages.
 
 The source gathers pieces of bounded size into staging slots (shared memory, or bytes over the link) and tells
-the destination, which scatters each, returns the slot, and reports the end. Few slots per destination bound
-what is under way.
+the destination, which scatters each, returns the slot, and reports the end.
 
 Nothing blocks the worker's loop. On a modelled link a piece leaves no sooner than its time allows. A
 cancelled move writes nothing after its confirmation. Not handled: moves and transfers of steps that compete
@@ -45,13 +44,10 @@ class PageNews:
 
 
 class PageCopier:
-    """On the CPU at once."""
-
     def __init__(self, card: torch.device) -> None:
         self._card = card
 
     def gather(self, parts: Sequence[PageRows], into: torch.Tensor) -> Any:
-        """Returns a mark; None if it ended."""
         at = 0
         with self.stream():
             for rows, pages in parts:
@@ -61,7 +57,6 @@ class PageCopier:
             return self.mark()
 
     def scatter(self, parts: Sequence[PageRows], contents: torch.Tensor) -> Any:
-        """Returns a mark; None if it ended."""
         at = 0
         with self.stream():
             here = contents.to(self._card, non_blocking=True)
@@ -85,11 +80,9 @@ class PageCopier:
         return contextlib.nullcontext()
 
     def mark(self) -> Any:
-        """With `query` and `synchronize`."""
         return None
 
     def staging(self, size: int, path: Path | None) -> torch.Tensor:
-        """Shared under the path if given."""
         return torch.empty(size, dtype=torch.uint8) if path is None else shared_bytes(path, size)
 
 
@@ -117,7 +110,6 @@ class _Copying:
 @dataclass
 class _Direction:
     free: list[int] = field(default_factory=lambda: list(range(SLOTS)))
-    # Piece -> its slot.
     sent: dict[int, int] = field(default_factory=dict)
     jobs: deque[_Job] = field(default_factory=deque)
     # When the modelled link is free.
@@ -177,7 +169,6 @@ class PageMover:
         elif news.frame.run in self._cancelled:
             self._return_slot(news)
         elif any(self._find(news.frame.place, name) is None for name, _, _ in news.frame.parts):
-            # Its lanes are being loaded.
             self._early.append(news)
         else:
             self._take(news, news.frame)
@@ -213,7 +204,6 @@ class PageMover:
         return bytes_of(storage, 0, storage.nbytes()).view(torch.int64).view(-1, page_bytes // WORD)
 
     def _start_piece(self, device: int, way: _Direction) -> bool:
-        """False if no slot is free."""
         job = way.jobs[0]
         if device != self._device and not way.free:
             return False

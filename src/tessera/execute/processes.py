@@ -27,7 +27,6 @@ from typing import Any, ClassVar
 
 FORKSERVER = "forkserver"
 PRELOADED = ["tessera.execute.worker"]
-# Connections, and tensors in shared memory.
 MAX_FILES = 1 << 16
 KILL_S = 5.0
 # Number of descriptors, and bytes of the object.
@@ -41,7 +40,6 @@ _hidden: list[types.ModuleType] = []
 
 
 def raise_file_limit() -> int:
-    """Returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft < wanted:
@@ -128,7 +126,6 @@ def _has_ended(pid_fd: int, timeout_s: float) -> bool:
 class _Handed:
     """Stands for a descriptor in the pickle."""
 
-    # Filled before unpickling.
     taken: ClassVar[list[int]] = []
 
     def __init__(self, index: int) -> None:

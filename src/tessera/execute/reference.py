@@ -61,7 +61,7 @@ GARBAGE_ERRORS = (RuntimeError, IndexError, ValueError, TypeError, ArithmeticErr
 
 
 class ReferenceStepper:
-    """`make_state`: of a microbatch opened without state; a page is a row of a tensor."""
+    """`make_state`: initial state of a microbatch opened without one; a page is a row of a tensor."""
 
     def __init__(self, plans: Sequence[Plan], run: Run, make_state: Callable[[], Mapping[str, Any]]) -> None:
         self.plans: tuple[Plan, ...] = tuple(plans)
@@ -69,7 +69,6 @@ class ReferenceStepper:
         self._run, self._make_state = run, make_state
         self._device = plans[0].cluster.names[0]
         self._lanes: dict[int, LoadedLane] = {}
-        # Per microbatch; per home.
         self._states: dict[int, dict[str, Any]] = {}
         self._homes: dict[int, dict[str, Any]] = {}
         self._due: deque[StepCall | PageMove] = deque()
@@ -198,7 +197,6 @@ class TraceRunner:
         }
 
     def run(self, memory: Memory, order: Iterable[int] | None = None) -> None:
-        """Default: program order."""
         with torch.no_grad():
             for launch in range(len(self.trace.launches)) if order is None else order:
                 memory.before(launch)
@@ -234,15 +232,12 @@ class InOrder:
 @dataclass(frozen=True)
 class Replayed:
     outputs: dict[str, torch.Tensor]
-    # Flat bytes.
     state: dict[str, torch.Tensor]
     # Final bytes of temporaries and outputs; empty with renamed memory.
     memory: dict[int, torch.Tensor]
 
 
 class Replay:
-    """One trace with its weights and one request's inputs and state."""
-
     def __init__(self, trace: Trace, weights: Tensors, inputs: Tensors, state: Tensors) -> None:
         self._trace, self._runner = trace, TraceRunner(trace, weights)
         self._given = self._runner.given(inputs, state)
@@ -297,8 +292,6 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class _SharedMemory(Memory):
-    """The same storages for every order."""
-
     def __init__(self, trace: Trace, weights: dict[int, Storage]) -> None:
         super().__init__(weights)
         self._is_empty = [is_allocation(trace, launch) for launch in range(len(trace.launches))]

@@ -11,7 +11,6 @@ from tessera.execute.messages import ANY_RANK, Hello, Message, Refused, StoreVal
 from tessera.execute.processes import raise_file_limit
 
 NUM_COMPLAINTS = 16
-# For a worker that is not configured.
 MAX_ASKED_BYTES = 1 << 16
 
 
@@ -21,7 +20,6 @@ class Rendezvous:
     ) -> None:
         raise_file_limit()  # silent connections hold a descriptor each until their handshake times out
         self.host, self.secret, self._complain = host, secret, complain
-        # One line per refused worker.
         self.complaints: deque[str] = deque(maxlen=NUM_COMPLAINTS)
         self.hear: Callable[[PeerConnection, Any], None] = lambda connection, message: None
         self.max_bytes: Callable[[PeerConnection], int] = lambda connection: MAX_ASKED_BYTES
@@ -50,15 +48,13 @@ class WorkerGroup:
     """Assigns waiting remote workers to devices.
 
     A worker with a rank gets that device only; one without gets a remaining device once there are enough for
-    all of them. A worker that can never be used is told why.
+    all of them.
     """
 
     num_devices: int
-    # A worker that has plans must know it.
     digest: str = ""
 
     def refusal(self, hello: Hello) -> Refused | None:
-        """Why a worker can never be used."""
         if hello.version != own_version():
             message = f"it has Tessera {hello.version}, the engine {own_version()}"
             return Refused(message, "Install the same version everywhere.")
@@ -86,7 +82,6 @@ class Board:
     def __init__(self, send: Callable[[tuple[int, int], Message], None]) -> None:
         self._send = send
         self._values: dict[str, bytes] = {}
-        # Key suffixes.
         self._gone: set[str] = set()
         self._asking: list[tuple[tuple[int, int], str]] = []
 

@@ -30,7 +30,6 @@ from tessera.kernels.choice import LATE_INPUTS
 @dataclass
 class OngoingStep:
     call: StepCall
-    # Programs still to be ordered.
     left: deque[int]
     # When it was ordered, or when the previous step ended.
     began_s: float
@@ -44,9 +43,7 @@ class OngoingStep:
 class OpenMicrobatch:
     number: int
     lane: LoadedLane
-    # Not sent yet.
     state: dict[str, torch.Tensor]
-    # Index of the last ordered program.
     at: int = -1
     # Oldest first.
     steps: deque[OngoingStep] = field(default_factory=deque)
@@ -96,7 +93,6 @@ class Runs:
         return self._num_runs
 
     def _open(self, microbatch: int, lane: LoadedLane, state: Tensors | None) -> None:
-        """State is sent with the first program that holds it."""
         self.opened[microbatch] = OpenMicrobatch(microbatch, lane, dict(state or {}))
         if state is None:
             for device, name in enumerate(self._names):
@@ -249,7 +245,7 @@ class Runs:
             self._order(opened.number, device, order)
 
     def _order(self, microbatch: int, device: int, order: messages.Message) -> None:
-        """Held back while a cancelled run of the microbatch has not ended everywhere."""
+        """Holds an order back while a cancelled run of the microbatch has not ended everywhere."""
         data = messages.encode(order)
         if self._ending.get(microbatch):
             self._held.setdefault(microbatch, []).append((device, data))
@@ -280,7 +276,6 @@ class Runs:
 
 
 def _inputs_of(program: Program, trace: Trace) -> list[frozenset[str]]:
-    """Per device, inputs that it reads or returns."""
     names = {b: trace.buffers[b].name for b in trace.buffers_of(BufferKind.INPUT)}
     named = [named_on(trace, program, device) for device in range(len(program.instructions))]
     return [frozenset(names[b] for b in here & names.keys()) for here in named]

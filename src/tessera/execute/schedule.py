@@ -15,16 +15,12 @@ from tessera.ir import Recv, Run
 
 @dataclass(slots=True)
 class Job:
-    """One device's share of one run."""
-
     microbatch: int
-    # The run's; the same on every device.
+    # Identifies the run; the same on every device.
     ticket: int
-    # A simulator has items.
     instructions: Sequence[Any]
     position: int = 0
     arrived: set[int] = field(default_factory=set)
-    # See `until_wait`.
     until_wait_us: Sequence[float] = ()
     # Only a simulator stops inside an item.
     spent_us: float = 0.0
@@ -79,8 +75,8 @@ def until_wait(instructions: Sequence[Any], duration_us: Callable[[Any], float])
 
 class Queue:
     def __init__(self) -> None:
-        self._jobs: dict[int, Job] = {}  # oldest first
-        self._early: dict[int, set[int]] = {}  # came before their job
+        self._jobs: dict[int, Job] = {}
+        self._early: dict[int, set[int]] = {}  # transfers that came before their job
         self._awake: dict[int, Job] = {}  # may be ready; the others wait for a transfer
 
     def add(self, job: Job) -> None:
@@ -88,7 +84,6 @@ class Queue:
         self._jobs[job.ticket] = self._awake[job.ticket] = job
 
     def deliver(self, ticket: int, transfer: int) -> Job | None:
-        """None if the job has not come yet."""
         job = self._jobs.get(ticket)
         if job is None:
             self._early.setdefault(ticket, set()).add(transfer)

@@ -4,12 +4,10 @@
     scheduler.push(request, client)                 # any thread
     while ...: scheduler.begin(), scheduler.wait(timeout_s)           # one thread
 
-Each round opens microbatches for waiting requests, starts the next step of every idle one (`Turns` may hold
-it back), and settles the next event. Only `Content` knows prompts, rows or tokens.
-
-Between two steps of a microbatch its devices wait for this loop. Where no more microbatches than devices fill
-that gap, the next step is queued while one runs. A switch of policy, new plans and a returned device renew
-microbatches one by one. `serve.router` replaces the methods that decide where requests go.
+Only `Content` knows prompts, rows or tokens. Between two steps of a microbatch its devices wait for this
+loop. Where no more microbatches than devices fill that gap, the next step is queued while one runs. A switch
+of policy, new plans and a returned device renew microbatches one by one. `serve.router` replaces the methods
+that decide where requests go.
 
 Requests of a lost device go to the front of the queue and restart from what they have on any open lane; a
 request fails after `max_retries` losses, not counting losses blamed without proof. While no lane is open,
@@ -89,14 +87,11 @@ class Microbatch(Generic[R]):
     number: int
     lane: LoadedLane
     content: Content[R]
-    # When it was opened.
     plan: Plan
     without: frozenset[str]
-    # By step.
     costs: tuple[StepCost, ...]
     # True if it must be reopened.
     is_old: bool = False
-    # Those behind the first are queued.
     running: deque[StepCall] = field(default_factory=deque)
     held: StepCall | None = None
     # True if kept open without requests.
@@ -104,8 +99,6 @@ class Microbatch(Generic[R]):
 
 
 class Watcher(Generic[R]):
-    """Callbacks; no-ops by default."""
-
     def seated(self, request: R, microbatch: "Microbatch[R]") -> None:
         """It has a place."""
 
@@ -157,7 +150,6 @@ class Scheduler(Generic[R]):
         self.queue: FairQueue[R] = FairQueue(self._config.max_waiting)
         self.microbatches: dict[int, Microbatch[R]] = {}
         self.lost: dict[str, DeviceLost] = {}
-        # Why nothing can be served.
         self.failure = ""
         self.policy, self.plan = 0, stepper.plans[0]
         self._retries: dict[R, int] = {}
@@ -341,7 +333,6 @@ class Scheduler(Generic[R]):
         )
 
     def _is_paused(self, microbatch: Microbatch[R]) -> bool:
-        """Hook."""
         return False
 
     def _leave_old(self, microbatch: Microbatch[R]) -> bool:
@@ -352,7 +343,6 @@ class Scheduler(Generic[R]):
         """Nothing moves here."""
 
     def _free(self, *numbers: int) -> None:
-        """Starts held-back steps."""
         if self._turns is None:
             return
         for held in self._turns.end(*numbers):

@@ -5,7 +5,7 @@
     ReferenceStepper  one device, in program order: the definition of correct (`reference`)
 
 A microbatch is opened on one lane of a loaded plan and runs one step at a time. Microbatches of one home
-(`lanes`) share pages. A lost device closes the microbatches of its lanes and is restarted in the background.
+(`lanes`) share pages.
 
 Imports no torch: tensors pass through.
 """
@@ -29,10 +29,8 @@ class StepCall:
     step: int
     # A table may be given in part, its first bytes; the step must not depend on the rest.
     inputs: Tensors = field(default_factory=dict)
-    # Outputs not needed.
     skips: tuple[str, ...] = ()
     wants_state: bool = False
-    # Factor on the modelled time.
     scale: float = 1.0
     # True if its late inputs (`kernels.choice.LATE_INPUTS`) follow.
     is_open: bool = False
@@ -46,7 +44,6 @@ class StepDone:
     seconds: float
     # Flat bytes; empty unless asked for.
     state: Tensors = field(default_factory=dict)
-    # Seconds of launches by device.
     busy_s: Mapping[str, float] = field(default_factory=dict)
     # Before this step, by GPU.
     idle_s: Mapping[str, float] = field(default_factory=dict)
@@ -58,7 +55,6 @@ class DeviceLost:
 
     device: str
     microbatches: tuple[int, ...]
-    # What happened, where, what to do.
     message: str
     # In a row, this one included.
     failures: int = 1
@@ -91,7 +87,6 @@ class PageMove:
     # Equally many; never page 0.
     from_pages: tuple[int, ...]
     to_pages: tuple[int, ...]
-    # At the source and at the destination.
     rows: tuple[int, int] | None = None
 
 
@@ -110,7 +105,6 @@ Event = StepDone | Moved | DeviceLost | DeviceBack
 @dataclass(frozen=True, slots=True)
 class DeviceStatus:
     state: DeviceState
-    # None: unknown, or no process of its own.
     pid: int | None = None
     restarts: int = 0
 
@@ -183,9 +177,8 @@ class Route:
 
     source: int
     destination: int
-    # (home, -1), or (lane, microbatch) for state by row.
+    # See `memory.StatePlace`.
     places: tuple[tuple[int, int], tuple[int, int]]
-    # (state buffer, bytes of a page)
     buffers: list[tuple[str, int]]
     from_pages: Sequence[int]
     to_pages: Sequence[int]
@@ -257,7 +250,6 @@ class SpanLog:
         self._origin_s = 0.0
 
     def begin(self, origin_s: float) -> None:
-        """Sets time zero."""
         self._spans, self._requests, self._origin_s = {}, {}, origin_s
         self.cpu_us = dict.fromkeys(self._plan.cluster.names, 0.0)
 

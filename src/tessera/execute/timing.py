@@ -41,7 +41,6 @@ Enough = Callable[[Sequence[float], float], bool]
 # What operators raise when they cannot run; anything else is a bug.
 LAUNCH_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, TesseraError)
 MAX_COPIES = 16
-# Where the system does not say.
 CPU_CACHE_BYTES = 32 << 20
 WARMUPS = 2
 
@@ -51,7 +50,6 @@ def first_line(error: BaseException) -> str:
 
 
 def repeat(sample: Callable[[], Sequence[float]], enough: Enough) -> list[float]:
-    """Microseconds."""
     samples: list[float] = []
     began = time.perf_counter()
     while not samples or not enough(samples, time.perf_counter() - began):
@@ -60,16 +58,12 @@ def repeat(sample: Callable[[], Sequence[float]], enough: Enough) -> list[float]
 
 
 class StepMemory:
-    """As far as launches can run here."""
-
     def __init__(self, trace: Trace, launcher: Launcher, device: torch.device, given: Tensors | None) -> None:
-        """Without `given` every launch gets synthetic tensors."""
         self._trace, self._launcher, self._device = trace, launcher, device
         self._is_real = given is not None
         self._fresh = fresh(trace, device)
         self._storages: dict[int, Storage] = {} if given is None else self._bind(given)
         self._last = last_uses(trace)
-        # Buffers that each launch is given, and that it returns.
         self._given = [_arguments(trace, x) for x in trace.launches]
         self._results = [{v.buffer for v in x.outputs if v is not None} for x in trace.launches]
 
@@ -104,7 +98,6 @@ class StepMemory:
         return copies
 
     def run_all(self) -> None:
-        """As a worker or a graph runs it."""
         memory = Memory(self._storages, self._fresh)
         for launch in range(len(self._trace.launches)):
             self._launcher.run(launch, memory)
@@ -112,7 +105,6 @@ class StepMemory:
                 memory.free(buffer)
 
     def small_state(self, max_bytes: int) -> list[tuple[Storage, Storage]]:
-        """Each with a copy of its contents."""
         state = (self._storages[b] for b in self._trace.buffers_of(BufferKind.STATE) if b in self._storages)
         return [(storage, storage.clone()) for storage in state if storage.nbytes() <= max_bytes]
 
@@ -134,7 +126,6 @@ class StepMemory:
 
 
 class LaunchTimer(ABC):
-    # Last-level cache.
     cache_bytes: int
 
     def __init__(self, trace: Trace, device: torch.device, own: Own) -> None:
@@ -192,8 +183,6 @@ class LaunchTimer(ABC):
 
 
 class CpuTimer(LaunchTimer):
-    """Threads as its worker has."""
-
     def __init__(self, trace: Trace, own: Own, num_threads: int = 1) -> None:
         super().__init__(trace, torch.device("cpu"), own)
         self._num_threads = num_threads

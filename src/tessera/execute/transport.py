@@ -1,7 +1,7 @@
 """Transport: how the bytes of a transfer get from one worker process to another.
 
   shm      workers of one machine, some of them CPUs: bytes in shared memory; notices over a link, or beside a
-           GPU flags in shared memory, which its graphs set and wait for
+           GPU flags in shared memory
   host     workers of any machines: bytes over the link, which is TCP
   ipc      GPUs of one machine; see `cuda`
   nvshmem  GPUs of any machines; see `cuda`
@@ -31,9 +31,8 @@ from tessera.ir import Device, DeviceKind, Program
 
 AUTO, SHM, HOST, IPC, NVSHMEM = "auto", "shm", "host", "ipc", "nvshmem"
 NAMES = (AUTO, SHM, HOST, IPC, NVSHMEM)
-# Bytes of a flag.
 WORD = 8
-# After news a worker polls without a pause for this long; then the pause.
+# After news a worker polls without pauses for SPIN_S, then every LOOK_S.
 SPIN_S, LOOK_S = 2e-3, 50e-6
 # From here several threads copy faster than one.
 LARGE = 1 << 20
@@ -60,7 +59,6 @@ class TransferArrived:
 
 
 def shared_bytes(path: Path, size: int) -> torch.Tensor:
-    """Shared by workers of one machine."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         os.posix_fallocate(fd, 0, size)  # raises here rather than faulting later
@@ -123,7 +121,6 @@ class Transport(ABC):
         """A run has begun, whose transfers are polled for."""
 
     def poll(self) -> Sequence[TransferArrived] | None:
-        """None: nothing is polled for."""
         return None
 
     def forget(self, run: int, microbatch: int | None) -> None:
@@ -145,7 +142,6 @@ class Arenas:
     """
 
     def __init__(self, setup: Setup, opened: Callable[[torch.Tensor], None] = lambda shared: None) -> None:
-        """`opened` is called with new memory."""
         self._device, self._folder, self._microbatches = setup.device, setup.folder, setup.microbatches
         self._opened = opened
         # ("arena" or "flags", source, destination, bytes per microbatch)
@@ -164,7 +160,6 @@ class Arenas:
         return self._shared("arena", found.src, found.dst, stride)[start : start + found.num_bytes]
 
     def flags(self, program: Program, src: int, dst: int, microbatch: int) -> Words:
-        """By number of the transfer."""
         stride = WORD << (len(program.transfers) - 1).bit_length()
         shared = self._shared("flags", src, dst, stride)[microbatch * stride : (microbatch + 1) * stride]
         return shared.numpy().view(np.int64)
@@ -195,8 +190,6 @@ class Arenas:
 
 
 class SharedMemory(Transport):
-    """Bytes in shared memory, a notice over the link."""
-
     def __init__(self, setup: Setup, links: Links, post: Post) -> None:
         self._arenas = Arenas(setup)
         super().__init__(setup, links, post)
@@ -307,7 +300,6 @@ class OverHost(Transport):
         super().arrived(peer, frame, contents)
 
 
-# A CUDA worker has its own.
 OPENERS: dict[str, Callable[[Setup, Links, Post], Transport]] = {SHM: SharedMemory, HOST: OverHost}
 
 

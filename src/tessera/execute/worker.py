@@ -75,15 +75,12 @@ class CpuWorker(DeviceWorker):
         # Their microbatch's previous run has not ended.
         self._waiting: list[Begin] = []
         self._cancelled: set[int] = set()
-        # By microbatch.
         self._last: dict[int, int] = {}
         # Run -> (transfer, start, arrival); transfers may arrive before the order of their run.
         self._arrivals: dict[int, list[tuple[int, float, float]]] = {}
         self._launchers: list[Launcher] = []
-        # Part of a mixture -> its scope and the ends of its experts' rows.
         self._mixtures: dict[tuple[int, int], tuple[str, View]] = {}
         self._memory = WorkerMemory(setup.device)
-        # (microbatch, lane, index)
         self._programs_memory: dict[tuple[int, int, int], ProgramMemory] = {}
         self._add(LoadLanes(setup.programs, setup.traces))
         progress = setup.progress

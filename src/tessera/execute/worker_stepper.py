@@ -47,10 +47,7 @@ Positions = Mapping[int, int]
 
 @dataclass
 class _Inquiry:
-    """Workers asked for their positions."""
-
     asked: set[int]
-    # -1: about a link.
     run: int = -1
     ends: tuple[int, int] | None = None
     why: str = ""
@@ -155,7 +152,6 @@ class WorkerStepper(Runs):
             self.hub.load(new, dropped)
 
     def open(self, microbatch: int, lane: int, state: Tensors | None = None) -> None:
-        """State is sent with the first program that holds it."""
         if microbatch in self.opened or not 0 <= microbatch < self.microbatches:
             raise TesseraError(f"microbatch {microbatch} is open already, or not one of {self.microbatches}")
         self._open(microbatch, self.lanes.all[lane], state)
@@ -319,7 +315,7 @@ class WorkerStepper(Runs):
         """Loses silent devices; else the device or link that blocks the run."""
         self._inquiries.remove(inquiry)
         running = self.running.get(inquiry.run)
-        if inquiry.ends is None and running is None:  # it has ended
+        if inquiry.ends is None and running is None:
             return
         silent = sorted(inquiry.asked - inquiry.told.keys())
         for device in silent:

@@ -34,8 +34,6 @@ class Partition:
 
 
 class GpuDevice:
-    """`close` returns its streams."""
-
     def __init__(self, devices: Sequence[Device], number: int) -> None:
         self.record, self.number = devices[number], number
         check_device(self.record, torch.cuda.device_count() if torch.cuda.is_available() else 0)
@@ -51,7 +49,6 @@ class GpuDevice:
         return self._borrow((id(part), priority), lambda: part.stream(priority))
 
     def plain_stream(self, priority: int = 0) -> torch.cuda.Stream:
-        """On the whole card."""
         return self._borrow(
             ("plain", self.ordinal, priority), lambda: driver.new_stream(self.ordinal, priority)
         )
@@ -84,9 +81,7 @@ class GpuDevice:
         return stream
 
 
-# By what they are bound to.
 _FREE: dict[Hashable, list[torch.cuda.Stream]] = {}
-# By (ordinal, sizes).
 _PARTS: dict[tuple[int, tuple[int, ...]], list[Partition]] = {}
 
 
@@ -111,7 +106,7 @@ def check_device(device: Device, num_gpus: int) -> None:
 
 
 def cut(ordinal: int, sizes: Sequence[int]) -> list[Partition]:
-    """In this order; they share no SM."""
+    """Partitions that share no SM, in the order of the sizes."""
     groups, rest = driver.split_sms(driver.all_sms(ordinal))
     pieces = [*groups, *([rest] if rest.num_sms else [])]
     chosen = divide([g.num_sms for g in groups], rest.num_sms, sizes, f"cuda:{ordinal}")

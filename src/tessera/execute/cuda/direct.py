@@ -29,7 +29,6 @@ from tessera.execute.messages import Setup
 from tessera.execute.transport import WORD
 
 MEET_S = 120.0
-# The driver takes at most 256.
 MAX_OPS = 128
 ID_BYTES = 128
 _BY_ID = 1 << 3  # NVSHMEMX_INIT_WITH_UNIQUEID
@@ -54,8 +53,6 @@ class PeerAway(WorkerError):
 
 
 class DirectTransport(GpuTransport):
-    """Writes to peers' inboxes without the host."""
-
     is_long = False
 
     def __init__(self, setup: Setup, ordinal: int, store: EngineConnection) -> None:
@@ -164,7 +161,6 @@ class _Attributes(ctypes.Structure):
 
 @functools.cache
 def library_path() -> Path | None:
-    """torch's copy of the library."""
     folder = Path(torch.__file__).parent.parent / "nvidia" / "nvshmem" / "lib"
     return next(iter(sorted(folder.glob("libnvshmem_host.so*"))), None)
 
@@ -271,7 +267,6 @@ def transports() -> tuple[TransportState, ...]:
 
 
 def chosen(found: tuple[TransportState, ...]) -> dict[str, str | None]:
-    """For `--transport auto`."""
     has_gpus = any(state.name == "ipc" and state.is_present for state in found)
     gpus = "ipc" if any(state.name == "ipc" and state.is_usable for state in found) else "host"
     return {

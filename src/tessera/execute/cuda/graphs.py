@@ -63,7 +63,6 @@ class DeviceGraphs:
         self.launchers: list[Launcher] = []
         self.add_steps(traces, us, kernels)
         self._resident: dict[object, Storage] = {}
-        # By address.
         self._locked: dict[int, Storage] = {}
         card = self.device.card
         self.transport = transport(self.device) if transport is not None else None
@@ -78,7 +77,6 @@ class DeviceGraphs:
         self._buffers: list[MicrobatchBuffers] = []
         # Positions of the graphs: 1 + the receive it waits at, 2 + the receive it passed.
         self.marks = driver.pinned((num_microbatches,), torch.int32)
-        # (microbatch, program)
         self._graphs: dict[tuple[int, int], ShareGraph] = {}
         self._missing: deque[tuple[int, int]] = deque()
         self._rehearsed: set[int] = set()
@@ -185,7 +183,6 @@ class DeviceGraphs:
         return step.batch * step.context
 
     def relink(self, peer: int, epoch: int) -> None:
-        """Drops graphs that must be captured again."""
         if self.transport is None or not self.transport.relink(peer, epoch):
             return
         mine = self.device.number
@@ -201,7 +198,7 @@ class DeviceGraphs:
         if self.transport is not None:
             self.transport.close()
         self.device.close()
-        with suppress(RuntimeError):  # a failed GPU, already reported
+        with suppress(RuntimeError):
             torch.cuda.empty_cache()
 
     def _has_share(self, program: Program) -> bool:

@@ -65,8 +65,6 @@ class _Staged(GpuTransport):
 
 
 class Shared(_Staged):
-    """Transport `shm` beside CPU workers."""
-
     def __init__(self, setup: Setup, ordinal: int) -> None:
         super().__init__(setup, ordinal)
         self._arenas = Arenas(setup, driver.pin)
@@ -94,7 +92,6 @@ class Shared(_Staged):
 class Host(_Staged):
     def __init__(self, setup: Setup, ordinal: int, links: Links) -> None:
         super().__init__(setup, ordinal)
-        # mirrors[device][inbox]
         self._mirrors: list[list[_Mirror]] = [[] for _ in range(self._num)]
         # Run -> (microbatch, program); microbatch -> its last run, whose flagged transfers may still have to
         # be sent.
@@ -104,7 +101,6 @@ class Host(_Staged):
         self._in_flight: set[int] = set()
         self._num_ended = 0
         self._cancelled: dict[int, None] = {}
-        # Arrived before the run began here.
         self._early: dict[int, list[tuple[LinkFrame, memoryview]]] = {}
         self._changed = threading.Condition()
         self._is_closed = False

@@ -39,7 +39,6 @@ Tensors = Mapping[str, torch.Tensor]
 T = TypeVar("T")
 FLOOR_US = 0.5
 REPEATS = 15
-# While other devices are loaded.
 BESIDE = 9
 PAUSE_US = 2000.0
 # The GPU sleeps before a timed replay, so that the launch is queued when the clock starts.
@@ -52,7 +51,6 @@ class StepTimes:
     stamp_us: float
     # (microseconds, relative error)
     launches: tuple[tuple[float, float], ...]
-    # With the rest of the card idle.
     alone_us: float = 0.0
 
 
@@ -64,8 +62,6 @@ def whole_plan(unit: WorkUnit, cluster: Cluster, device: int) -> Plan:
 
 
 class UnitOnDevice:
-    """In this process."""
-
     def __init__(
         self,
         unit: WorkUnit,
@@ -105,7 +101,6 @@ class UnitOnDevice:
         return graph
 
     def run(self, request: Request) -> list[dict[str, torch.Tensor]]:
-        """Fills the memory for timing."""
         room, found = self._graphs.buffers(0), list[dict[str, torch.Tensor]]()
         state = {name: storage for (_, name, _), storage in self._graphs.state.own.items()}
         with torch.no_grad(), torch.cuda.stream(self.stream):
@@ -124,7 +119,6 @@ class UnitOnDevice:
         return found
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Flat bytes."""
         held = self._graphs.state.own
         return {name: bytes_of(s, 0, s.nbytes()).clone() for (_, name, _), s in held.items()}
 
@@ -235,7 +229,7 @@ class CardLoad:
         self.others = [one for one in all_devices if one.device != device and one.ordinal == ordinal]
 
     def keep_busy(self, step: int, repeats: int) -> None:
-        """Queues 1.5 times as much work as the repeats of a step take; returns at once."""
+        """Queues 1.5 times as much work as the repeats of a step take."""
         wanted_us = 1.5 * repeats * (self._alone_us[self._device][step] + PAUSE_US)
         for other in self.others:
             counts = other.unit.counts

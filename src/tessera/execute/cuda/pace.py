@@ -1,8 +1,8 @@
 """Pace: which launches and sends of one device keep modelled time, and for how long.
 
 A dilated device (`cuda:N/as=GPU`) ends each launch when it would have ended on another GPU, one at a time, in
-the order of `execute.schedule`; a throttled link serves first come, first served. A profiled graph stamps
-everything else. Links of a group share a bus only among one device's sends.
+the order of `execute.schedule`; a throttled link serves first come, first served. Links of a
+group share a bus only among one device's sends.
 
 Where the card itself is too slow, the time scale slows the whole run: the least factor at which launches of
 99 % of the modelled time are met while every device of the card is busy. Modelled rate = measured rate x
@@ -12,7 +12,7 @@ scale.
 due time, real end (nanoseconds of %globaltimer), spare. One call does two things, each optional:
 
     leave   waits until the previous record's due time (plus `extra`), and writes the real end;
-    enter   takes the next place in a queue: start = max(now - slack, when it is free), end = start + hold.
+    enter   takes a place in a queue: start = max(now - slack, when it is free), end = start + hold.
 
 A queue is a word that says until when it is taken and, for a device, one word per microbatch: the key of the
 launch that waits, or zero. The least key goes first: the segment that ends soonest, then the first to come.
@@ -36,7 +36,7 @@ from tessera.kernels.launch import PtxKernel
 
 # Share of the modelled time whose launches must be met.
 COVERED = 0.99
-# Both pace kernels of a launch.
+# Cost of the two pace kernels around a launch.
 TURN_US = 3.0
 # Delay of a pace kernel, subtracted from every wait.
 SLACK_NS = 1000
@@ -61,9 +61,7 @@ NO_TURN = (0, 0, 0)
 @dataclass(frozen=True, slots=True)
 class TimeScale:
     factor: float
-    # Share of the modelled time met.
     covered: float
-    # (Launch, device) pairs.
     num_missed: int
     num_launches: int
 
@@ -145,9 +143,7 @@ class Clockwork:
         self._device, self._us, self._scale, self._is_profiled = device, us, scale, is_profiled
         self._is_dilated = cluster.devices[device].is_dilated
         self._links: Mapping[tuple[int, int], Link] = throttled_links(cluster) if keeps_links else {}
-        # Until when the device is taken, and a word per waiting microbatch.
         self.queue = _words(1 + num_microbatches, card) if self._is_dilated else None
-        # By destination.
         self.wires: dict[int, torch.Tensor] = {}
         groups: dict[str, torch.Tensor] = {}
         for (src, dst), link in self._links.items():

@@ -37,10 +37,8 @@ from tessera.ir import Trace
 
 GRAPH_US = 200.0
 MIN_EXTRA, MAX_EXTRA = 2, 24
-# Pairs of replays between two checks of the spread.
 BATCH = 8
 WARMUPS = 3
-# Raises an idle GPU's clocks.
 WARM_UP_S = 0.3
 # Longer than submitting a replay takes.
 GATE_CYCLES = 150_000
@@ -62,7 +60,6 @@ class CudaTimer(LaunchTimer):
         stream: torch.cuda.Stream | None = None,
         num_sms: int = 0,
     ) -> None:
-        """For a part of a card."""
         super().__init__(trace, torch.device("cuda", ordinal), own)
         self._num_sms = num_sms
         torch.cuda.set_device(self._device)
@@ -215,7 +212,6 @@ def _us(start: torch.cuda.Event, stop: torch.cuda.Event) -> float:
 
 
 def _driver() -> str:
-    """Else the CUDA version it supports."""
     try:
         words = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").split()
     except OSError:
@@ -233,7 +229,6 @@ class GraphPool:
     def __init__(self, stream: torch.cuda.Stream, device: torch.device) -> None:
         self._stream, self._device = stream, device
         self._pool = torch.cuda.graph_pool_handle()
-        # Keep the pools alive.
         self._anchors: dict[Any, torch.cuda.CUDAGraph] = {}
 
     def capture(self, work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
@@ -251,7 +246,6 @@ class GraphPool:
             except BaseException:
                 with contextlib.suppress(*CAPTURE_ERRORS):
                     graph.capture_end()
-                # A failed capture may hold on to its pool.
                 self._pool = torch.cuda.graph_pool_handle()
                 raise
             graph.capture_end()

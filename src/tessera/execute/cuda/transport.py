@@ -32,7 +32,7 @@ ALIGN = 512
 
 @dataclass(frozen=True, slots=True)
 class InboxSpot:
-    """`program` counts those added."""
+    """`program`: its number among those added."""
 
     microbatch: int
     program: int
@@ -51,7 +51,6 @@ class InboxLayout:
         return (spot.microbatch * self.flags_each + spot.transfer) * WORD
 
     def flags(self, microbatch: int) -> tuple[int, int]:
-        """(first byte, bytes)"""
         return microbatch * self.flags_each * WORD, self.flags_each * WORD
 
     def record(self, spot: InboxSpot) -> int:
@@ -116,10 +115,7 @@ def is_move_of_state(program: Program, transfer: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """By address in this device's memory."""
-
     source: int
-    # Within the buffer.
     start: int
     num_bytes: int
     dst: int
@@ -128,7 +124,6 @@ class Parcel:
 
 
 class GpuTransport(ABC):
-    # True if a transfer brings its record.
     carries_records = True
 
     def __init__(self, setup: Setup, ordinal: int) -> None:
@@ -145,7 +140,6 @@ class GpuTransport(ABC):
             self._allocate()
 
     def new_bytes(self, programs: Sequence[Program], traces: Sequence[Trace]) -> int:
-        """What `add` would allocate here."""
         layout = self._inboxes.layout_for(programs, traces, self._device)
         return 0 if layout in self._inboxes.layouts[self._device] else layout.total_bytes
 
@@ -168,7 +162,6 @@ class GpuTransport(ABC):
         return self._bases[self._device, self._inboxes.layout(program, self._device).number]
 
     def _target(self, program: int, device: int) -> int:
-        """Where bytes and flags for a device's inbox are written."""
         return self._bases[device, self._inboxes.layout(program, device).number]
 
     def _ends(self, spot: InboxSpot, device: int) -> tuple[int, int]:

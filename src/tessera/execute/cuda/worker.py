@@ -52,13 +52,11 @@ class _Running:
     order: messages.Begin
     program: Program
     graph: ShareGraph | None
-    # Around the graph, and after the copies of its outputs.
     start: Any
     stop: Any
     done: Any
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
     state: dict[str, torch.Tensor] = field(default_factory=dict)
-    # True until its late inputs have come.
     is_open: bool = False
 
 
@@ -85,7 +83,6 @@ class CudaWorker(DeviceWorker):
         self._running: dict[int, _Running] = {}
         # Microbatch -> its last run and the number of its program.
         self._ordered: dict[int, tuple[int, int]] = {}
-        # (lane, index) -> see `_modelled`.
         self._modelled_s: dict[tuple[int, int], float | None] = {}
         self._last: _Running | None = None
         # (microbatch, step of inputs or name of state) -> pinned memory, with the event after its last copy.
@@ -103,7 +100,6 @@ class CudaWorker(DeviceWorker):
         return self._graphs.capture_next()
 
     def close(self) -> None:
-        """The weights belong to the engine."""
         if self._running:  # a graph that waits for a lost peer never ends
             return
         super().close()
@@ -269,7 +265,7 @@ class CudaWorker(DeviceWorker):
         return max(0.0, ran_ms) * 1e-3
 
     def _modelled(self, program: Program) -> float | None:
-        """None if it is measured."""
+        """Busy time by the plan's costs; None if it is measured."""
         column = program.instructions[self._setup.device]
         device = self._setup.cluster.devices[self._setup.device]
         if not device.is_dilated and not any(isinstance(x, Recv) for x in column):
@@ -313,7 +309,6 @@ class CudaWorker(DeviceWorker):
 def _opener(
     setup: messages.Setup, engine: EngineConnection, links: Links
 ) -> "Callable[[GpuDevice], GpuTransport] | None":
-    """None with one device."""
     if len(setup.cluster.devices) < 2:
         return None
 
@@ -349,8 +344,6 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class GpuClock:
-    """Maps the GPU's clock to the monotonic clock."""
-
     zero_ns: int
     zero_s: float
 
