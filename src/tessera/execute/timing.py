@@ -246,7 +246,7 @@ class CpuTimer(LaunchTimer):
 
 
 def _neighbour() -> subprocess.Popen[bytes]:
-    """Polls until its parent ends."""
+
     code = f"import os, time\nwhile os.getppid() == {os.getpid()}: time.sleep({LOOK_S})"
     return subprocess.Popen([sys.executable, "-S", "-c", code])
 

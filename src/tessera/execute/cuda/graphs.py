@@ -1,8 +1,7 @@
 """Graphs: one device's weights for some programs, and memory and CUDA graphs per microbatch.
 
-Graphs of a microbatch share weights, pages of homes and its own state; equal programs without transfers share
-a graph. `capture_next` captures likely graphs first; others are captured on first use. Memory is checked
-before allocation, except temporaries in the graphs' pools.
+Equal programs without transfers share a graph. `capture_next` captures likely graphs first; others are
+captured on first use. Memory is checked before allocation, except temporaries in the graphs' pools.
 """
 
 from collections import deque
@@ -33,7 +32,6 @@ from tessera.execute.memory import (
 from tessera.ir import SLOTS, BufferKind, Cluster, Program, Trace
 
 Tensors = Mapping[str, torch.Tensor]
-# Step -> compiled objects by kernel.
 Kernels = Mapping[int, Mapping[int, Launchable]]
 
 

@@ -40,19 +40,15 @@ class InputArena:
     """One copy brings all inputs of a step."""
 
     contents: torch.Tensor
-    # Name -> (offset, bytes).
     places: Mapping[str, tuple[int, int]]
 
 
 @dataclass
 class MicrobatchBuffers:
-    """Shared by the microbatch's graphs."""
-
     number: int
     origin: Any
     # Is it for short steps -> stream.
     compute: Mapping[bool, Any]
-    # By destination.
     sends: Mapping[int, Any]
     fetching: Any
     # Its graphs never run concurrently.
@@ -87,7 +83,6 @@ class ShareGraph:
         self.share, self.program, self.trace = share, share.program, share.trace
         self.pace = share.clockwork.pace(share.program)
         column = share.program.instructions[share.device.number]
-        # A row per launch, then per transfer.
         rows = len(self.trace.launches) + len(self.program.transfers)
         is_timed = bool(self.pace.launches or self.pace.transfers)
         self.records = torch.zeros(
@@ -100,7 +95,6 @@ class ShareGraph:
         self._graphs = self._capture()
 
     def replay(self) -> dict[str, torch.Tensor]:
-        """Overwrites outputs and state."""
         self.begin()
         return self.finish()
 
@@ -266,7 +260,7 @@ class _Issue:
             self._arrivals.append(number)
         if is_move_of_state(self._program, number):
             home = self._share.base[transfer.buffer]
-            if not self._is_rehearsal:  # its contents are needed
+            if not self._is_rehearsal:
                 with torch.cuda.stream(self._compute):
                     bytes_of(home, 0, size).copy_(bytes_of(place, 0, size), non_blocking=True)
                 self._kept.append(place)
