@@ -1,5 +1,3 @@
-# ruff: noqa: ANN001, ANN201, ANN202
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """The CUDA implementation of `tessera::choose`.
 
   largest    program (row, segment of the vocabulary): edited logits, in scratch memory, and the largest

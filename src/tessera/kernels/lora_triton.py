@@ -1,5 +1,3 @@
-# ruff: noqa: ANN001, ANN201
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """The CUDA implementation of `tessera::lora`.
 
 Sums are in float32. Adapter numbers are read on the GPU, so a step can be part of a CUDA graph.

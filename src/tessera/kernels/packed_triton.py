@@ -1,5 +1,3 @@
-# ruff: noqa: ANN001, ANN201, ANN202
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """The CUDA implementation of the operators of `packed`.
 
   few rows, experts  `packed_product`: one program per (tile of outputs, expert, split of inputs). It turns

@@ -1,5 +1,3 @@
-# ruff: noqa: ANN001, ANN201, ANN202
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """The CUDA implementation of `tessera::paged_attention`.
 
   one new token      `paged_decode`: one program per (key head, sequence, split of its keys); the query heads

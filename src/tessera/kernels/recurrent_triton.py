@@ -1,5 +1,3 @@
-# ruff: noqa: ANN001, ANN201, ANN202
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """The CUDA implementations of `recurrent`.
 
   causal_conv      `conv_tokens` computes tiles of tokens and channels, then `conv_keep` replaces each state
