@@ -69,7 +69,7 @@ def _calibrated(device: Device, model: str, num: int, kept: Keeping) -> Calibrat
         raise TesseraError(
             f"no model knows {device.name}", "Measure traces with `tessera profile`.", "DEVICE"
         )
-    traces = _traces(device, model or (SMALL_MODEL if is_cpu else MODEL), is_cpu)
+    traces = _traces(model or (SMALL_MODEL if is_cpu else MODEL), is_cpu)
     priced_as = YARDSTICK if is_cpu else gpu_name
     path = cache_folder("calibrations") / f"{gpu_name}.json"
     path.unlink(missing_ok=True)  # prices below are the models', not those of an earlier calibration
@@ -112,19 +112,16 @@ def _calibrated(device: Device, model: str, num: int, kept: Keeping) -> Calibrat
     )
 
 
-def _traces(device: Device, model: str, is_small: bool) -> list[Trace]:
+def _traces(model: str, is_small: bool) -> list[Trace]:
     with progress("importing torch", 1 + len(STEPS)) as advance:
         from tessera.capture import place_of, record_step
         from tessera.capture.models import steps_of_model
 
         place, kinds, found = place_of(model), steps_of_model(model), []
-        for kind, batch, context in SMALL_STEPS if is_small else STEPS:
-            if kind in kinds:
-                advance(f"recording {kind}")
-                found.append(record_step(Step(place, kind, batch, context), "cpu" if is_small else "fake"))
-        if not found:
-            advance(f"recording {kinds[0]}")
-            found.append(record_step(Step(place, kinds[0], 1, 1024), "cpu" if is_small else "fake"))
+        steps = [step for step in (SMALL_STEPS if is_small else STEPS) if step[0] in kinds]
+        for kind, batch, context in steps or [(kinds[0], 1, 1024)]:
+            advance(f"recording {kind}")
+            found.append(record_step(Step(place, kind, batch, context), "cpu" if is_small else "fake"))
         return found
 
 

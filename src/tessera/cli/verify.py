@@ -10,7 +10,6 @@ class is `necessary` if some order without it did either.
 """
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -35,27 +34,21 @@ def verify(
     trace = load(Trace, file)
     check_runnable(trace, str(file))
     with progress("building the model", 2 + 8 * orders + requests) as advance:
-        return prove(trace, str(file), orders, seed, requests, advance)
+        from tessera.analyze import build_graph
+        from tessera.cli.trials import Trials
+        from tessera.flow import one_thread
 
-
-def prove(
-    trace: Trace, file: str, orders: int, seed: int, requests: int, advance: Callable[[str], None]
-) -> Verified:
-    from tessera.analyze import build_graph
-    from tessera.cli.trials import Trials
-    from tessera.flow import one_thread
-
-    started = time.perf_counter()
-    with one_thread():
-        trials = Trials(build_graph(trace), orders, seed, advance)
-        fresh, legal, classes = trials.fresh(requests), trials.legal(), trials.classes()
+        started = time.perf_counter()
+        with one_thread():
+            trials = Trials(build_graph(trace), orders, seed, advance)
+            fresh, legal, classes = trials.fresh(requests), trials.legal(), trials.classes()
     is_equal = legal.equal == legal.renamed_equal == orders and fresh.equal == requests
     is_shown = all(row.necessary is not Necessity.NOT_SHOWN for row in classes)
     return Verified(
         headline=f"{fresh.equal} of {requests} other requests, {legal.equal} of {orders} orders on shared "
         f"memory and {legal.renamed_equal} of {orders} with renamed buffers equal the model bit for bit.",
         verified=not legal.program_order_differs and not fresh.differs and is_equal and is_shown,
-        file=file,
+        file=str(file),
         model=trace.step.model,
         step=trace.step.kind,
         launches=len(trace.launches),

@@ -242,10 +242,8 @@ class FolderText:
     def _ids(self, text: str, adds: bool, plain: bool, most: int) -> list[int]:
         if not text and not adds:
             return []
-        try:
-            return within(lambda piece: self._tokenizer.encode(piece, adds, plain), text, most)
-        except UnicodeEncodeError as error:
-            raise AskError("half a surrogate pair is no text", "Send valid Unicode.", "prompt") from error
+        _bytes(text)  # refuses half a surrogate pair
+        return within(lambda piece: self._tokenizer.encode(piece, adds, plain), text, most)
 
     def reader(self) -> Reader:
         return ByteReader(self.token_bytes) if self._tokenizer.is_bytes else WindowReader(self)
@@ -290,7 +288,6 @@ class FastTokenizer:
 
     def encode(self, text: str, adds: bool, plain: bool) -> list[int]:
         """`plain`: no special tokens."""
-        text.encode()  # raises for half a surrogate pair
         tokenizer = self._plain if plain else self._special
         ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=adds)[0].ids
         return ids

@@ -90,10 +90,11 @@ def test_a_conversation_in_bytes_has_ends_that_no_text_can_make() -> None:
     assert "user:\nhi\nassistant:\nho\nassistant:\n" == ByteText().decode(tokens)
 
 
-def test_half_a_surrogate_pair_is_refused() -> None:
-    """It is no text."""
-    with pytest.raises(AskError, match="surrogate"):
-        ByteText().encode("\ud800")
+def test_half_a_surrogate_pair_is_refused(text: Text) -> None:
+    """It is no text, for a folder's tokenizer too."""
+    for one in (ByteText(), text):
+        with pytest.raises(AskError, match="surrogate"):
+            one.encode("\ud800")
 
 
 @given(st.text(max_size=20), st.booleans())
