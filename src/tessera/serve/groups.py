@@ -29,7 +29,7 @@ class RoutedGroup:
     lane: LoadedLane
     shape: Shape
     steps: Steps
-    # Predicted, per token.
+    # Predicted seconds per token.
     prompt_s: float
     answer_s: float
 
@@ -77,10 +77,10 @@ class PagesInFlight:
     transit: MovingSequence
     # Numbers of both microbatches.
     ends: tuple[int, int]
-    # The source's, which keeps the pages until they have arrived.
+    # Pool of the source, which keeps the pages until they have arrived.
     pool: PagePool
     pages: tuple[int, ...]
-    # At the destination, if state by row goes along.
+    # Row at the destination, if state by row goes along.
     row: int | None = None
 
 

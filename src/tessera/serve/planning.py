@@ -64,7 +64,7 @@ MAX_KEPT = 32
 PAGES_SHARE, HOST_BATCH_TOKENS = 0.2, 512
 # Beside a host every launch is measured on two devices.
 HOST_LAUNCH_S = 0.05
-# GPUs of other machines.
+# Steps on GPUs of other machines.
 AWAY_BATCH_TOKENS, AWAY_MIN_SIZE = 2048, 64
 MAX_WEIGHT_BYTES = 64 << 20
 PACKAGES = ("torch", "transformers", "triton", "aiconfigurator-core")

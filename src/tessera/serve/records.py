@@ -73,7 +73,7 @@ class Shape:
         return 2 * self.pool_tokens // PAGE
 
     def ends(self, tokens: int, read: int) -> list[int]:
-        """By group, pages up to so many tokens, or to what a sequence holds that has read `read`."""
+        """Pages by group up to so many tokens, or to what a sequence holds that has read `read`."""
         return [
             first_seen(read, w) + max_pages(tokens - PAGE * first_seen(read, w), (w,), self.sizes[-1])
             for w in self.windows
@@ -103,7 +103,7 @@ def sizes_for(cluster: Cluster) -> tuple[int, int | None]:
 
 @dataclass(frozen=True, slots=True)
 class ServeSpec:
-    """None: chosen for the model."""
+    """What a service is planned for; None: chosen for the model."""
 
     microbatches: int = MICROBATCHES
     rows: int | None = ROWS
@@ -169,14 +169,14 @@ class Ask:
     prompt: tuple[int, ...]
     max_tokens: int
     sampling: Sampling = Sampling()
-    # Not part of the answer.
+    # Texts that end the answer, not part of it.
     stop: tuple[str, ...] = ()
     stop_tokens: tuple[int, ...] = ()
     # True to continue past the model's own end token.
     ignores_end: bool = False
     # No end before this many tokens.
     min_tokens: int = 0
-    # For fair turns.
+    # Clients share the queue fairly.
     client: str = ""
     pictures: tuple[PromptPicture, ...] = ()
     grammar: "Grammar | None" = None
@@ -204,9 +204,9 @@ class Finish:
     reason: Reason
     prompt_tokens: int
     output_tokens: int
-    # With the remedy.
+    # One line with the remedy.
     message: str = ""
-    # After its first token, if logprobs were requested.
+    # The prompt after its first token, if logprobs were requested.
     prompt: tuple[Token, ...] = ()
     # True if the ask was at fault.
     is_refused: bool = False
@@ -231,7 +231,7 @@ class DeviceView:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """None: no data yet."""
+    """Recent median and 99th percentile; None: no data yet."""
 
     first_token_p50_s: float | None = None
     first_token_p99_s: float | None = None
@@ -247,14 +247,14 @@ class Counts:
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
-    # After a lost device.
+    # Requests restarted after a lost device.
     retried: int = 0
     plan_changes: int = 0
     # A switch takes until no sequence is left in a group of the policy before.
     switches: int = 0
     last_switch_ms: float | None = None
     pages_moved: int = 0
-    # In place of preemption.
+    # Sequences moved in place of preemption.
     evictions: int = 0
 
 
@@ -282,7 +282,7 @@ class Snapshot(Counts):
     load: LoadView = field(default_factory=LoadView)
     # Rows by expert, of mixtures that have parts on a CPU.
     experts: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    # Mean, from the end of a step until the next is ordered.
+    # Mean time of the host from the end of a step until the next is ordered.
     host_ms: float | None = None
     pages_used: int = 0
     pages: int = 0
@@ -290,7 +290,7 @@ class Snapshot(Counts):
     latency: Latency = Latency()
     up_s: float = 0.0
     finished: dict[str, int] = field(default_factory=dict)
-    # The newest ones; the number by kind.
+    # The newest decisions; their number by kind.
     decisions: tuple[Decision, ...] = ()
     decided: dict[str, int] = field(default_factory=dict)
 

@@ -98,7 +98,7 @@ class SeatedSequence:
 
     @property
     def left(self) -> int:
-        """0 while it waits for a running step or a mask."""
+        """Tokens to read here; 0 while it waits for a running step or a mask."""
         if self.request.can_wait:
             guide = self.request.pick.guide
             is_masked = guide is None or self.num_due > 0 or guide.is_ready
