@@ -59,7 +59,9 @@ def own(args: argparse.Namespace, log: Log) -> None:
     from tessera.serve.text import ByteText
 
     began_s = time.perf_counter()
-    latency_us, gbps, fetch_gbps = map(float, args.link.split(",")) if args.link else measured_link(log)
+    latency_us, gbps, fetch_gbps, slowdown = (
+        map(float, args.link.split(",")) if args.link else measured_link(log)
+    )
     LINKS["here"] = LinkPreset("here", latency_us, gbps, "measured")
     fetch_gbps = 1e-3 if args.no_fetch else fetch_gbps
     devices = cap_memory(parse_devices("cuda:0,cpu"), [f"cuda:0={args.memory}"])
@@ -74,7 +76,8 @@ def own(args: argparse.Namespace, log: Log) -> None:
         print(f"[{time.perf_counter() - began_s:6.1f} s] {what}", flush=True)
 
     cluster = wire(devices, ["here"])
-    cluster = replace(cluster, links=tuple(replace(x, fetch_gbps=fetch_gbps) for x in cluster.links))
+    links = [replace(x, fetch_gbps=fetch_gbps, fetch_slowdown=slowdown) for x in cluster.links]
+    cluster = replace(cluster, links=tuple(links))
     made = prepare(named(args.model, args.layers), cluster, spec, advance=advance)
     plan = made.policies[0]
     placement, buffers = plan.plans[0].lanes[0].placement, plan.plans[0].graphs[0].trace.buffers
@@ -103,17 +106,21 @@ def own(args: argparse.Namespace, log: Log) -> None:
             )
 
 
-def measured_link(log: Log) -> tuple[float, float, float]:
-    """(latency in us, GB/s of values, GB/s of weights) between the GPU and the CPU, as workers see it."""
-    from tessera.flow import fetch_gbps, time_link
+def measured_link(log: Log) -> tuple[float, float, float, float]:
+    """(latency in us, GB/s of values, GB/s of weights, slowdown of the CPU) as workers see it."""
+    from tessera.flow import time_fetches, time_link
     from tessera.profile import parse_devices
+    from tessera.profile.store import fit_link
 
     a, b = parse_devices("cuda:0,cpu")
-    name, times = time_link(a, b, (4096, 1 << 20, 16 << 20), "auto")
-    (_, small), _, (size, large) = times.alone
-    fetched = fetch_gbps(b, a)
-    log.put("link", {"transport": name, "us": times.alone, "GB/s of weights": fetched})
-    return small, (size - 4096) / max(1e-3, large - small) / 1e3, fetched
+    name, times = time_link(a, b, (4096, 64 << 10, 1 << 20, 16 << 20), "auto")
+    fit, (fetched, slowdown) = fit_link(a.name, b.name, name, times.alone, times.both), time_fetches(b, a)
+    log.put(
+        "link",
+        {"transport": name, "us": times.alone, "latency us": fit.latency_us, "GB/s": fit.gbps,
+         "GB/s of weights": fetched, "slowdown": slowdown},
+    )  # fmt: skip
+    return fit.latency_us, fit.gbps, fetched, slowdown
 
 
 async def asked(service: Any, batch: int, tokens: int, rounds: int) -> tuple[float, float]:
@@ -307,7 +314,9 @@ def main() -> None:
     parser.add_argument("--plain-tokens", type=int, default=17, help="answer tokens of the baselines")
     parser.add_argument("--plain-s", type=float, default=60.0, help="seconds of a baseline's answer")
     parser.add_argument("--batch-tokens", type=int, default=32, help="tokens of the largest step")
-    parser.add_argument("--link", help="latency in us, GB/s of values and of weights, if not to be measured")
+    parser.add_argument(
+        "--link", help="latency in us, GB/s of values and of weights, slowdown, if not to be measured"
+    )
     parser.add_argument("--no-fetch", action="store_true", help="plan without fetching weights")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--idle", type=float, default=10.0, help="seconds between warm-up and measurement")

@@ -20,7 +20,7 @@ from tessera.errors import WorkerError
 from tessera.execute.links import Links
 from tessera.execute.mailbox import Mailbox
 from tessera.execute.messages import Setup
-from tessera.execute.transport import HOST, SHM, RunTransfer, TransferArrived, Transport, open_transport
+from tessera.execute.transport import HOST, SHM, TransferArrived, Transport, open_transport
 from tessera.ir import Cluster, Program, Transfer
 
 # Transport -> how bytes travel, in words.
@@ -117,14 +117,13 @@ class _End:
         program = self._programs[lane]
         size = program.transfers[0].num_bytes
         if is_sender:
-            self._transport.send(RunTransfer(program, 0, run, self._number), self._mine[:size])
+            self._transport.sender(program, 0, self._number, self._mine[:size])(run)
         if not is_receiver:
             return None
         news = self._news.get(timeout=TIMEOUT_S)
         if not isinstance(news, TransferArrived):
             raise WorkerError(f"the link was lost: {news.message}")
-        transfer = RunTransfer(program, 0, run, 1 - self._number)
-        self._transport.fetch(transfer, self._theirs[:size])
+        self._transport.receiver(program, 0, 1 - self._number, self._theirs[:size])(run)
         return (time.monotonic() - news.start_s) * 1e6
 
 

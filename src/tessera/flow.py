@@ -345,13 +345,13 @@ def partition_streams(devices: Sequence[ir.Device]) -> dict[str, Any]:
     return streams
 
 
-def fetch_gbps(src: ir.Device, dst: ir.Device) -> float:
-    """0 unless a GPU fetches from a CPU's memory."""
-    from tessera.execute.link_times import time_fetches
+def time_fetches(src: ir.Device, dst: ir.Device) -> tuple[float, float]:
+    """GB/s and slowdown (see `Link`) where a GPU fetches from a CPU's memory."""
+    from tessera.execute import link_times
 
-    return (
-        time_fetches(dst.ordinal) if (src.kind, dst.kind) == (ir.DeviceKind.CPU, ir.DeviceKind.CUDA) else 0.0
-    )
+    if (src.kind, dst.kind) != (ir.DeviceKind.CPU, ir.DeviceKind.CUDA):
+        return 0.0, 1.0
+    return link_times.time_fetches(dst.ordinal, max(1, src.num_cores))
 
 
 def time_link(

@@ -217,15 +217,15 @@ def measure_links(devices: Sequence[Device], path: Path, transport: str) -> tupl
     fits: list[LinkFit] = []
     pairs = list(combinations(devices, 2))
     with progress("measuring links", len(pairs)) as advance:
-        from tessera.flow import fetch_gbps, time_link
+        from tessera.flow import time_fetches, time_link
 
         for a, b in pairs:
             advance(f"{a.name} and {b.name}")
             via, times = time_link(a, b, SIZES, transport)
-            fits += [
-                replace(fit_link(x.name, y.name, via, times.alone, times.both), fetch_gbps=fetch_gbps(x, y))
-                for x, y in ((a, b), (b, a))
-            ]
+            for x, y in ((a, b), (b, a)):
+                gbps, slowdown = time_fetches(x, y)
+                fit = fit_link(x.name, y.name, via, times.alone, times.both)
+                fits.append(replace(fit, fetch_gbps=gbps, fetch_slowdown=slowdown))
             keep_links(path, fits[-2:])
     return tuple(fits)
 

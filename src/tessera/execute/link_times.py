@@ -4,6 +4,7 @@ A chain of launches runs on one device and alternating between both; the differe
 time of a transfer. Two chains at once load both directions.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -41,6 +42,9 @@ from tessera.ir import (
 WHOLE_OR_NOT = (0, 0, 1, 1)
 LAUNCHES = 16
 FETCHED_BYTES = 64 << 20
+# Together beyond any cache, as the weights of products; copies in a queue at most.
+NUM_FETCHED, MAX_FETCHES = 4, 2000
+WEIGHT, NUM_WEIGHTS, PRODUCT_ROWS = (4096, 4096), 16, 4
 CROSSINGS = LAUNCHES - 1
 WARMUPS = 2
 # Bytes moved per size, within these numbers of repeats.
@@ -78,17 +82,44 @@ def time_transfers(
     return TransferTimes(tuple(alone), tuple(both))
 
 
-def time_fetches(ordinal: int) -> float:
-    source, times = driver.pinned((FETCHED_BYTES,)), list[float]()
-    place = torch.empty_like(source, device=driver.card(ordinal))
-    for _ in range(MIN_REPEATS):
+def time_fetches(ordinal: int, num_threads: int) -> tuple[float, float]:
+    """GB/s of copies from page-locked memory to a GPU; times as long that products of the CPU take beside
+    them.
+    """
+    sources = driver.pinned((NUM_FETCHED, FETCHED_BYTES))
+    place = torch.empty_like(sources[0], device=driver.card(ordinal))
+    weights = [torch.full(WEIGHT, 0.01, dtype=torch.bfloat16) for _ in range(NUM_WEIGHTS)]
+    x = torch.ones(PRODUCT_ROWS, WEIGHT[1], dtype=torch.bfloat16)
+
+    def fetch(num: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        place.copy_(source, non_blocking=True)
+        for number in range(num):
+            place.copy_(sources[number % NUM_FETCHED], non_blocking=True)
         stop.record()
+        return start, stop
+
+    def fetched_s() -> float:
+        start, stop = fetch(NUM_FETCHED)
         stop.synchronize()
-        times.append(max(1e-6, start.elapsed_time(stop)))
-    return FETCHED_BYTES / median(times) / 1e6
+        return max(1e-9, 1e-3 * float(start.elapsed_time(stop)) / NUM_FETCHED)
+
+    def read_s() -> float:
+        began_s = time.perf_counter()
+        for weight in weights:
+            torch.nn.functional.linear(x, weight)
+        return time.perf_counter() - began_s
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        one_s, alone_s = (median(f() for _ in range(MIN_REPEATS)) for f in (fetched_s, read_s))
+        fetch(min(MAX_FETCHES, 1 + int(2 * MIN_REPEATS * alone_s / one_s)))
+        beside_s = median(read_s() for _ in range(MIN_REPEATS))
+    finally:
+        torch.set_num_threads(before)
+        torch.cuda.synchronize(ordinal)
+    return FETCHED_BYTES / one_s / 1e9, max(1.0, beside_s / alone_s)
 
 
 def _crossing_us(stepper: WorkerStepper, step: int, repeats: int, num: int) -> float:

@@ -13,7 +13,7 @@ and the shared memory of transfers (`landing`).
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
@@ -415,6 +415,8 @@ class ProgramMemory:
     state: dict[str, torch.Tensor]
     until_wait_us: Sequence[float]
     late_at: int
+    # The worker's, by position of an instruction.
+    actions: list[Callable[[Any], object] | None] = field(default_factory=list)
 
 
 class DeviceState:

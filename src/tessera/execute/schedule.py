@@ -47,13 +47,12 @@ class Job:
         self.position += 1
         return self.instructions[self.position - 1]
 
-    def turn(self) -> Iterator[Any]:
-        """Issues instructions up to the next launch and what directly follows it."""
-        has_run = False
+    def turn(self) -> range:
+        """Takes instructions up to the next launch and what directly follows it; their positions."""
+        start, has_run = self.position, False
         while self.is_ready and not (has_run and isinstance(self.instructions[self.position], (Run, Recv))):
-            instruction = self.issue()
-            has_run = has_run or isinstance(instruction, Run)
-            yield instruction
+            has_run |= isinstance(self.issue(), Run)
+        return range(start, self.position)
 
 
 def until_wait(instructions: Sequence[Any], duration_us: Callable[[Any], float]) -> tuple[float, ...]:

@@ -16,6 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +40,9 @@ LARGE = 1 << 20
 # Workers hold one another's memory: all restart when one is lost.
 RESTART_TOGETHER = frozenset({NVSHMEM})
 Post = Callable[[Any], None]
+# Given a run.
+Move = Callable[[int], object]
 Words = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class RunTransfer:
-    program: Program
-    microbatch: int
-    run: int
-    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +66,11 @@ def shared_bytes(path: Path, size: int) -> torch.Tensor:
     return torch.frombuffer(shared, dtype=torch.uint8)
 
 
-def copy_bytes(into: torch.Tensor, contents: torch.Tensor) -> None:
+def copier(into: torch.Tensor, contents: torch.Tensor) -> Callable[[], object]:
     """Torch's copy wakes all threads for as little as 32 KB."""
     if into.numel() > LARGE:
-        into.copy_(contents)
-    else:
-        into.numpy()[:] = contents.numpy()
+        return partial(into.copy_, contents)
+    return partial(np.copyto, into.numpy(), contents.numpy())
 
 
 def check_name(name: str) -> None:
@@ -110,12 +104,12 @@ class Transport(ABC):
         self.load(setup.programs)
 
     @abstractmethod
-    def send(self, transfer: RunTransfer, contents: torch.Tensor) -> None:
-        """`contents` may be overwritten when this returns."""
+    def sender(self, program: Program, microbatch: int, number: int, contents: torch.Tensor) -> Move:
+        """A call sends in a run; then `contents` may be overwritten."""
 
     @abstractmethod
-    def fetch(self, transfer: RunTransfer, into: torch.Tensor) -> None:
-        """Copies an arrived transfer to its place; once only."""
+    def receiver(self, program: Program, microbatch: int, number: int, into: torch.Tensor) -> Move:
+        """A call copies what arrived in a run to its place; once only."""
 
     def watch(self, run: int, program: Program, microbatch: int) -> None:
         """A run has begun, whose transfers are polled for."""
@@ -194,17 +188,20 @@ class SharedMemory(Transport):
         self._arenas = Arenas(setup)
         super().__init__(setup, links, post)
 
-    def send(self, transfer: RunTransfer, contents: torch.Tensor) -> None:
-        start_s = time.monotonic()
-        copy_bytes(self._place(transfer), contents)
-        dst = transfer.program.transfers[transfer.number].dst
-        self._links.post(dst, LinkFrame(transfer.run, transfer.number, start_s))
+    def sender(self, program: Program, microbatch: int, number: int, contents: torch.Tensor) -> Move:
+        copy = copier(self._arenas.place(program, microbatch, number), contents)
+        dst = program.transfers[number].dst
 
-    def fetch(self, transfer: RunTransfer, into: torch.Tensor) -> None:
-        copy_bytes(into, self._place(transfer))
+        def send(run: int) -> None:
+            start_s = time.monotonic()
+            copy()
+            self._links.post(dst, LinkFrame(run, number, start_s))
 
-    def _place(self, transfer: RunTransfer) -> torch.Tensor:
-        return self._arenas.place(transfer.program, transfer.microbatch, transfer.number)
+        return send
+
+    def receiver(self, program: Program, microbatch: int, number: int, into: torch.Tensor) -> Move:
+        copy = copier(into, self._arenas.place(program, microbatch, number))
+        return lambda run: copy()
 
 
 class FlaggedMemory(SharedMemory):
@@ -220,11 +217,18 @@ class FlaggedMemory(SharedMemory):
         for lane in programs:
             self._arenas.open(lane)
 
-    def send(self, transfer: RunTransfer, contents: torch.Tensor) -> None:
-        copy_bytes(self._place(transfer), contents)
-        found = transfer.program.transfers[transfer.number]
-        flags = self._arenas.flags(transfer.program, found.src, found.dst, transfer.microbatch)
-        flags[transfer.number] = 1
+    def sender(self, program: Program, microbatch: int, number: int, contents: torch.Tensor) -> Move:
+        copy, found = (
+            copier(self._arenas.place(program, microbatch, number), contents),
+            program.transfers[number],
+        )
+        flags = self._arenas.flags(program, found.src, found.dst, microbatch)
+
+        def send(run: int) -> None:
+            copy()
+            flags[number] = 1
+
+        return send
 
     def watch(self, run: int, program: Program, microbatch: int) -> None:
         self._news_s = time.monotonic()
@@ -241,8 +245,12 @@ class FlaggedMemory(SharedMemory):
     def poll(self) -> Sequence[TransferArrived] | None:
         if not self._watched:
             return None
-        arrived, now_s = [], time.monotonic()
-        for run, sources in list(self._watched.items()):
+        began_s = time.monotonic()
+        while not (is_any := any(flags.any() for x in self._watched.values() for flags, _ in x)):
+            if time.monotonic() - began_s > LOOK_S:
+                break
+        arrived, now_s = list[TransferArrived](), time.monotonic()
+        for run, sources in list(self._watched.items()) if is_any else ():
             for flags, awaited in sources:
                 # Graphs set flags meanwhile, those of the microbatch's next run too.
                 numbers = [n for n in np.flatnonzero(flags.copy()).tolist() if n in awaited]
@@ -273,18 +281,20 @@ class OverHost(Transport):
         self._forgotten: set[int] = set()
         super().__init__(setup, links, post)
 
-    def send(self, transfer: RunTransfer, contents: torch.Tensor) -> None:
-        dst = transfer.program.transfers[transfer.number].dst
-        frame = LinkFrame(transfer.run, transfer.number, time.monotonic())
-        self._links.post(dst, frame, contents.numpy().data)
+    def sender(self, program: Program, microbatch: int, number: int, contents: torch.Tensor) -> Move:
+        dst, data = program.transfers[number].dst, contents.numpy().data
+        return lambda run: self._links.post(dst, LinkFrame(run, number, time.monotonic()), data)
 
-    def fetch(self, transfer: RunTransfer, into: torch.Tensor) -> None:
-        with self._lock:
-            held = self._held.pop((transfer.run, transfer.number))
-        if len(held) != into.numel():
-            raise WorkerError(f"a transfer of {into.numel()} bytes arrived as {len(held)}")
-        if len(held):
-            into.numpy()[:] = np.frombuffer(held, dtype=np.uint8)
+    def receiver(self, program: Program, microbatch: int, number: int, into: torch.Tensor) -> Move:
+        def receive(run: int) -> None:
+            with self._lock:
+                held = self._held.pop((run, number))
+            if len(held) != into.numel():
+                raise WorkerError(f"a transfer of {into.numel()} bytes arrived as {len(held)}")
+            if len(held):
+                into.numpy()[:] = np.frombuffer(held, dtype=np.uint8)
+
+        return receive
 
     def forget(self, run: int, microbatch: int | None) -> None:
         with self._lock:

@@ -11,7 +11,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from multiprocessing.connection import Connection as Pipe
@@ -36,7 +36,7 @@ from tessera.execute.messages import Begin, Done, Failed, LateInputs, LoadLanes,
 from tessera.execute.page_mover import PageCopier, PageMover
 from tessera.execute.processes import take_over
 from tessera.execute.schedule import Job, Queue
-from tessera.execute.transport import RunTransfer, TransferArrived, open_transport
+from tessera.execute.transport import TransferArrived, open_transport
 from tessera.execute.worker_loop import DeviceWorker
 from tessera.ir import (
     AWAY,
@@ -44,7 +44,6 @@ from tessera.ir import (
     Device,
     DeviceKind,
     Fetch,
-    Free,
     Instruction,
     Recv,
     Run,
@@ -56,6 +55,8 @@ from tessera.ir.host import host_nodes
 from tessera.kernels import PARTS
 
 PF_EXITING = 0x4
+# Seconds between two looks for news while launches run; a look is a system call.
+LOOK_S = 5e-4
 
 
 @dataclass
@@ -64,13 +65,15 @@ class _Active:
     program: ProgramMemory
     spans: list[tuple[int, float, float, float]] = field(default_factory=list)
     busy_s: float = 0.0
-    experts: dict[str, list[int]] = field(default_factory=dict)
+    # Scope of a mixture -> ends of its experts' rows.
+    ends: dict[str, list[int]] = field(default_factory=dict)
 
 
 class CpuWorker(DeviceWorker):
     def __init__(self, setup: Setup, engine: EngineConnection) -> None:
         super().__init__(setup, engine)
         self._queue = Queue()
+        self._looked_s = 0.0
         self._active: dict[int, _Active] = {}
         # Their microbatch's previous run has not ended.
         self._waiting: list[Begin] = []
@@ -138,12 +141,16 @@ class CpuWorker(DeviceWorker):
         """Runs one launch and its transfers, and more while the queue has no choice."""
         active = self._active[job.ticket]
         while True:
-            for instruction in job.turn():
-                if not isinstance(instruction, Free):  # places are kept
-                    self._note(active.order, job.position - 1)
-                    self._issue(instruction, active)
-            if len(self._queue) > 1 or not self._engine.is_empty or not job.is_ready:
+            for position in job.turn():
+                if (act := active.program.actions[position]) is not None:
+                    self._note(active.order, position)
+                    act(active)
+            if len(self._queue) > 1 or not job.is_ready:
                 break
+            if (now_s := time.monotonic()) - self._looked_s > LOOK_S:
+                self._looked_s = now_s
+                if not self._engine.is_empty:
+                    break
         if job.is_done:
             self._queue.drop(job.ticket)
             self._finish(self._active.pop(job.ticket))
@@ -155,34 +162,42 @@ class CpuWorker(DeviceWorker):
         self._progress[2 * order.microbatch + 1] = position
         self._progress[2 * order.microbatch] = order.run
 
-    def _issue(self, instruction: Instruction, active: _Active) -> None:
+    def _action(
+        self, instruction: Instruction, here: ProgramMemory, microbatch: int
+    ) -> Callable[[_Active], object] | None:
+        """Bound to the places of its buffers, which stay; None: nothing is to do."""
         match instruction:
             case Run(launch):
-                self._launch(launch, active)
+                return self._launch(launch, here)
             case Fetch(launch):
-                active.program.memory.fetch(launch)
+                return lambda active: here.memory.fetch(launch)
             case Send(number) | Recv(number):
-                order, here = active.order, active.program
                 found = here.program.transfers[number]
                 contents = bytes_of(here.memory.get(found.buffer), found.start, found.stop)
-                move = self._transport.send if isinstance(instruction, Send) else self._transport.fetch
-                move(RunTransfer(here.program, order.microbatch, order.run, number), contents)
-            case _:
-                pass
+                make = self._transport.sender if isinstance(instruction, Send) else self._transport.receiver
+                move = make(here.program, microbatch, number, contents)
+                return lambda active: move(active.order.run)
+        return None
 
-    def _launch(self, launch: int, active: _Active) -> None:
-        wants_spans = active.order.wants_spans
-        start, cpu = time.monotonic(), time.thread_time() if wants_spans else 0.0
-        active.program.memory.use_slot(launch)
-        self._launchers[active.program.program.step].run(launch, active.program.memory)
-        stop = time.monotonic()
-        active.busy_s += stop - start
-        if (mixture := self._mixtures.get((active.program.program.step, launch))) is not None:
-            scope, view = mixture
-            ends = tensor_of(active.program.memory.get(view.buffer), view).tolist()
-            active.experts[scope] = [end - begin for begin, end in pairwise([0, *ends])]
-        if wants_spans:
-            active.spans.append((launch, start, stop, time.thread_time() - cpu))
+    def _launch(self, launch: int, here: ProgramMemory) -> Callable[[_Active], None]:
+        step, memory = here.program.step, here.memory
+        launcher = self._launchers[step]
+        scope, view = self._mixtures.get((step, launch), ("", None))
+        ends = None if view is None else tensor_of(memory.get(view.buffer), view).numpy()
+
+        def run(active: _Active) -> None:
+            wants_spans = active.order.wants_spans
+            start, cpu = time.monotonic(), time.thread_time() if wants_spans else 0.0
+            memory.use_slot(launch)
+            launcher.run(launch, memory)
+            stop = time.monotonic()
+            active.busy_s += stop - start
+            if ends is not None:
+                active.ends[scope] = ends.tolist()
+            if wants_spans:
+                active.spans.append((launch, start, stop, time.thread_time() - cpu))
+
+        return run
 
     def _begin(self, order: Begin) -> None:
         self._last[order.microbatch] = order.run
@@ -216,7 +231,9 @@ class CpuWorker(DeviceWorker):
         if key not in self._programs_memory:
             program = self._programs[lane][index]
             us = self._setup.us[program.step] if self._setup.us else ()
-            self._programs_memory[key] = self._memory.program_memory(microbatch, program, us)
+            here = self._programs_memory[key] = self._memory.program_memory(microbatch, program, us)
+            column = program.instructions[self._setup.device]
+            here.actions.extend(self._action(x, here, microbatch) for x in column)
         return self._programs_memory[key]
 
     def _clear(self, microbatch: int, lane: int) -> None:
@@ -244,9 +261,10 @@ class CpuWorker(DeviceWorker):
         state = {name: pack(contents) for name, contents in here.state.items()} if order.wants_state else {}
         moved = self._arrivals.pop(order.run, [])
         told = moved if order.wants_spans else []
-        self._engine.tell(
-            Done(order.run, outputs, state, active.spans, told, active.busy_s, experts=active.experts)
-        )
+        experts = {
+            scope: [end - begin for begin, end in pairwise([0, *ends])] for scope, ends in active.ends.items()
+        }
+        self._engine.tell(Done(order.run, outputs, state, active.spans, told, active.busy_s, experts=experts))
         self._progress[2 * order.microbatch] = -1
         following = next((x for x in self._waiting if x.microbatch == order.microbatch), None)
         if following is not None:

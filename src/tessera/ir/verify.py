@@ -206,7 +206,10 @@ CLUSTER_RULES: list[Rule] = [
     (
         "every link has a positive bandwidth and a latency that is not negative",
         lambda c: all(
-            0 < x.gbps < math.inf and 0 <= x.latency_us < math.inf and 0 <= x.fetch_gbps < math.inf
+            0 < x.gbps < math.inf
+            and 0 <= min(x.latency_us, x.fetch_gbps)
+            and max(x.latency_us, x.fetch_gbps) < math.inf
+            and 1 <= x.fetch_slowdown < math.inf
             for x in c.links
         ),
     ),

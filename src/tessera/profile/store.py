@@ -243,10 +243,13 @@ class LinkFit:
     samples: Annotated[tuple[tuple[int, float], ...], HIDDEN]
     # From the host's memory; 0: not measured.
     fetch_gbps: Annotated[float, HIDDEN] = 0.0
+    # See `Link`.
+    fetch_slowdown: Annotated[float, HIDDEN] = 1.0
 
     @property
     def link(self) -> Link:
-        return Link(self.src, self.dst, NAME, self.latency_us, self.gbps, fetch_gbps=self.fetch_gbps)
+        fetching = self.fetch_gbps, self.fetch_slowdown
+        return Link(self.src, self.dst, NAME, self.latency_us, self.gbps, "", *fetching)
 
 
 def fit_link(

@@ -91,6 +91,9 @@ class Wires:
         place = self.cluster.names.index
         return {(place(x.src), place(x.dst)): (x, self.buses.index(_bus(x))) for x in self.cluster.links}
 
+    def slowdown(self, src: int, dst: int) -> float:
+        return self._links[src, dst][0].fetch_slowdown
+
     def of(self, number: int, src: int, dst: int, num_bytes: int, is_fetched: bool = False) -> TransferWire:
         link, bus = self._links[src, dst]
         if is_fetched:
@@ -144,6 +147,8 @@ class Scripts:
     def _make(self, step: int, place: Ints, run: LoweredRun) -> Script:
         us = self._us[step][np.arange(len(place)), place]
         first = len(run.transfers) - len(run.fetches)
+        for src, dst in {(x.src, x.dst) for x in run.transfers[first:]}:
+            us = np.where(place == src, self.wires.slowdown(src, dst) * us, us)
         wires = [self.wires.of(n, t.src, t.dst, t.num_bytes, n >= first) for n, t in enumerate(run.transfers)]
         columns = []
         for device, points in enumerate(run.points):

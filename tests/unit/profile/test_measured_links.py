@@ -8,7 +8,7 @@ import pytest
 import cuda_stub
 from tessera.analyze import build_graph
 from tessera.execute.link_times import time_transfers
-from tessera.flow import fetch_gbps
+from tessera.flow import time_fetches
 from tessera.ir import Device, DeviceKind
 from tessera.profile import parse_devices
 from tessera.profile.store import SIZES, fit_link, keep_links, remark, stored_links
@@ -69,14 +69,16 @@ def test_the_speed_of_fetched_weights_is_kept_with_a_link(
     """Between a CPU and a GPU only."""
     cuda_stub.install(monkeypatch)
     (host,), card = parse_devices("cpu"), Device("cuda:0", DeviceKind.CUDA, "h200", 1 << 34)
-    assert 0.0 == fetch_gbps(card, host)
-    gbps = fetch_gbps(host, card)
+    assert (0.0, 1.0) == time_fetches(card, host)
+    gbps, slowdown = time_fetches(host, card)
     assert gbps > 0.0
+    assert slowdown >= 1.0
 
     fit = fit_link("cpu", "cuda:0", "shm", transfers(12.0, 25.0), transfers(12.0, 25.0))
-    keep_links(tmp_path / "s", [replace(fit, fetch_gbps=gbps)])
+    fit = replace(fit, fetch_gbps=gbps, fetch_slowdown=slowdown)
+    keep_links(tmp_path / "s", [fit])
     (link,) = stored_links(tmp_path / "s")
-    assert link == replace(fit, fetch_gbps=gbps).link
+    assert link == fit.link
     assert 1e6 / (gbps * 1e3) == pytest.approx(link.fetch_us(1_000_000))
 
 
