@@ -43,8 +43,9 @@ WHOLE_OR_NOT = (0, 0, 1, 1)
 LAUNCHES = 16
 FETCHED_BYTES = 64 << 20
 # Together beyond any cache, as the weights of products; copies in a queue at most.
-NUM_FETCHED, MAX_FETCHES = 4, 2000
-WEIGHT, NUM_WEIGHTS, PRODUCT_ROWS = (4096, 4096), 16, 4
+NUM_FETCHED, MAX_FETCHES = 4, 150
+WEIGHT, NUM_WEIGHTS, PRODUCT_ROWS = (2048, 2048), 64, 4
+REPEATS, PRODUCTS_S = 3, 0.03
 CROSSINGS = LAUNCHES - 1
 WARMUPS = 2
 # Bytes moved per size, within these numbers of repeats.
@@ -104,18 +105,19 @@ def time_fetches(ordinal: int, num_threads: int) -> tuple[float, float]:
         stop.synchronize()
         return max(1e-9, 1e-3 * float(start.elapsed_time(stop)) / NUM_FETCHED)
 
-    def read_s() -> float:
-        began_s = time.perf_counter()
-        for weight in weights:
-            torch.nn.functional.linear(x, weight)
-        return time.perf_counter() - began_s
+    def product_s() -> float:
+        num, began_s = 0, time.perf_counter()
+        while not num or time.perf_counter() - began_s < PRODUCTS_S:
+            torch.nn.functional.linear(x, weights[num % NUM_WEIGHTS])
+            num += 1
+        return (time.perf_counter() - began_s) / num
 
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        one_s, alone_s = (median(f() for _ in range(MIN_REPEATS)) for f in (fetched_s, read_s))
-        fetch(min(MAX_FETCHES, 1 + int(2 * MIN_REPEATS * alone_s / one_s)))
-        beside_s = median(read_s() for _ in range(MIN_REPEATS))
+        one_s, alone_s = (median(f() for _ in range(REPEATS)) for f in (fetched_s, product_s))
+        fetch(min(MAX_FETCHES, int(2 * REPEATS * PRODUCTS_S / one_s)))
+        beside_s = median(product_s() for _ in range(REPEATS))
     finally:
         torch.set_num_threads(before)
         torch.cuda.synchronize(ordinal)

@@ -102,3 +102,20 @@ def test_only_a_cpu_keeps_weights_that_are_fetched() -> None:
     costs = tuple(replace(each, devices=cluster.devices) for each in plan.costs)
     with pytest.raises(RuleBroken, match="kept by a CPU"):
         verify(replace(plan, cluster=cluster, costs=costs))
+
+
+def test_launches_of_the_host_take_longer_while_weights_are_fetched() -> None:
+    """Both read its memory."""
+
+    def host_us(fetched: range) -> float:
+        plan = made(fetched)
+        placement = plan.lanes[0].placement
+        divided = replace(placement, devices=((*placement.devices[0][:-1], 1),))
+        links = tuple(replace(link, fetch_slowdown=1.5) for link in plan.cluster.links)
+        cluster = replace(plan.cluster, links=links)
+        plan = replace(plan, cluster=cluster, lanes=(replace(plan.lanes[0], placement=divided),))
+        spans = [x for x in simulate(plan, 1).spans if x.track == cluster.names[1]]
+        return sum(x.stop_us - x.start_us for x in spans)
+
+    assert pytest.approx(US) == host_us(range(0))
+    assert pytest.approx(1.5 * US) == host_us(range(2))
