@@ -92,7 +92,6 @@ class EngineConnection:
         # True: the loop reads its messages itself; the mailbox's thread only while the loop does not.
         self.leads = False
         self._waiting = 0
-        # (microbatch, run, position) of every active run; set by the worker.
         self.where: Callable[[], list[tuple[int, int, int]]] = list
         self.ended: Callable[[], object] = lambda: None
         self._news: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -71,7 +71,7 @@ class LoadedLane:
     steps: tuple[int, ...]
     # None: each microbatch has its own state.
     home: int | None = None
-    # State by row, which each microbatch has for itself.
+    # Each microbatch has its own.
     rows: PageBuffers = field(default_factory=dict)
 
     @property

@@ -43,7 +43,6 @@ from tessera.kernels.choice import LATE_INPUTS
 # programs[lane][index]
 Programs = Sequence[Sequence[Program]]
 GIVEN = (BufferKind.INPUT, BufferKind.STATE)
-# Torch's own alignment.
 ALIGN = 64
 REMEDY = "Give every tensor in the shape that was captured, or capture the trace again with this program."
 # See `part_of`.

@@ -71,7 +71,6 @@ def run_offline(
     """Runs all requests, as many at a time as the plan says.
 
     policy    current policy, or a function of the number of ended requests; a switch drains nothing
-    on_done   called with the number of every request that ends
     is_timed  only times matter: state starts as zeros, and nothing is kept
     depth     requests in flight, instead of the plan's number
     """

@@ -60,7 +60,7 @@ class Content(Protocol[R]):
         """A request begins, or restarts from what it has."""
 
     def state(self) -> Tensors | None:
-        """Asked after the first request was added; None: zeros."""
+        """Initial state, asked after the first request was added; None: zeros."""
         return None
 
     @property
@@ -87,11 +87,13 @@ class Microbatch(Generic[R]):
     number: int
     lane: LoadedLane
     content: Content[R]
+    # The current plan and the lost devices when it was opened.
     plan: Plan
     without: frozenset[str]
     costs: tuple[StepCost, ...]
     # True if it must be reopened.
     is_old: bool = False
+    # The first runs, others are queued.
     running: deque[StepCall] = field(default_factory=deque)
     held: StepCall | None = None
     # True if kept open without requests.
@@ -100,28 +102,28 @@ class Microbatch(Generic[R]):
 
 class Watcher(Generic[R]):
     def seated(self, request: R, microbatch: "Microbatch[R]") -> None:
-        """It has a place."""
+        """The request has a place."""
 
     def stepped(self, microbatch: "Microbatch[R]", done: StepDone) -> None:
-        """After its content was updated."""
+        """Called after its content was updated."""
 
     def finished(self, request: R) -> None:
-        """It has left."""
+        """The request has left."""
 
     def failed(self, request: R, message: str) -> None:
-        """It is removed."""
+        """The request was removed."""
 
     def retried(self, request: R, lost: DeviceLost) -> None:
-        """It waits again, to restart."""
+        """The request waits again, to restart."""
 
     def moved(self, request: R) -> None:
-        """It left a renewed microbatch and waits, to restart."""
+        """The request left a renewed microbatch and waits, to restart."""
 
     def lost(self, lost: DeviceLost) -> None:
-        """Before its requests are retried."""
+        """Called before requests are retried."""
 
     def back(self, back: DeviceBack) -> None:
-        """It can be used again."""
+        """The device can be used again."""
 
 
 @dataclass(frozen=True, slots=True)

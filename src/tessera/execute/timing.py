@@ -246,7 +246,6 @@ class CpuTimer(LaunchTimer):
 
 
 def _neighbour() -> subprocess.Popen[bytes]:
-
     code = f"import os, time\nwhile os.getppid() == {os.getpid()}: time.sleep({LOOK_S})"
     return subprocess.Popen([sys.executable, "-S", "-c", code])
 

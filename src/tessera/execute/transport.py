@@ -96,8 +96,6 @@ def resolve(name: str, devices: Sequence[Device], is_local: bool) -> str:
 
 
 class Transport(ABC):
-    """`post` hears of transfers that arrived."""
-
     def __init__(self, setup: Setup, links: Links, post: Post) -> None:
         self._device, self._links, self._post = setup.device, links, post
         links.arrived = self.arrived

@@ -29,6 +29,7 @@ from tessera.execute.messages import Setup
 from tessera.execute.transport import WORD
 
 MEET_S = 120.0
+# The driver takes at most 256.
 MAX_OPS = 128
 ID_BYTES = 128
 _BY_ID = 1 << 3  # NVSHMEMX_INIT_WITH_UNIQUEID

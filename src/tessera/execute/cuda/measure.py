@@ -162,7 +162,6 @@ def scale_of(plan: Plan, weights: Tensors, request: Request, kernels: Kernels | 
 
 
 def without_stamps(whole_us: float, samples: Sequence[Sequence[float]], alone_us: float = 0.0) -> StepTimes:
-    """Launch times that add up to the whole step."""
     raw = [statistics.median(row) for row in samples]
     low, high = 0.0, max(raw, default=0.0)
     for _ in range(50):

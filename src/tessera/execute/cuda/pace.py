@@ -34,7 +34,6 @@ from tessera.execute.schedule import until_wait
 from tessera.ir import Cluster, Kernel, Link, Origin, Program, Run
 from tessera.kernels.launch import PtxKernel
 
-# Share of the modelled time whose launches must be met.
 COVERED = 0.99
 # Cost of the two pace kernels around a launch.
 TURN_US = 3.0

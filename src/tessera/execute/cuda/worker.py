@@ -100,6 +100,7 @@ class CudaWorker(DeviceWorker):
         return self._graphs.capture_next()
 
     def close(self) -> None:
+        """The weights belong to the engine."""
         if self._running:  # a graph that waits for a lost peer never ends
             return
         super().close()
