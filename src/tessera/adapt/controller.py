@@ -142,7 +142,6 @@ class Controller(Generic[P]):
         self._load(Replanned(self.plans, self._capabilities), "plans for all devices are in force again")
 
     def poll(self) -> None:
-        """Adopts finished plans, and judges load, costs and lengths."""
         self._collect()
         if self._monitor is None:
             return

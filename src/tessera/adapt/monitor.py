@@ -199,7 +199,6 @@ class Monitor:
         return self._config.switch_cost * usual * usual / max(load * seconds, usual)
 
     def drifted(self, now_s: float) -> tuple[Factors, float] | None:
-        """Correction factors and relative error, if a replan is needed."""
         self.begin(now_s)
         if now_s - self._costs_since_s < self._config.cost_windows * self.window_s:
             return None

@@ -84,7 +84,6 @@ def has(name: str) -> bool:
 
 
 def card(ordinal: int) -> torch.device:
-    """One place, so that a test can replace it."""
     return torch.device("cuda", ordinal)
 
 

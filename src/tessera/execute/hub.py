@@ -100,7 +100,6 @@ class Hub:
 
     method  "spawn", or FORKSERVER for programs of Tessera itself
     here    devices whose workers are local; with a rendezvous by default none
-    digest  of the plans, which remote workers with plans must know
     about   asked now and then about a device whose worker has not connected
     """
 

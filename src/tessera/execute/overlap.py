@@ -79,7 +79,7 @@ def order_of(step: StepLowering, place: Sequence[int]) -> StepOrder:
 
 def _needed(trace: Trace, place: Sequence[int], run: LoweredRun) -> dict[Pair, int]:
     """Received buffers are used where they land."""
-    last: dict[Pair, int] = {}  # (device, buffer) -> last launch that names it
+    last: dict[Pair, int] = {}
     for number, launch in enumerate(trace.launches):
         named = {view.buffer for view in launch.views} | {access.buffer for access in launch.accesses}
         last |= {(place[number], buffer): number for buffer in named}

@@ -112,7 +112,6 @@ class _Direction:
     free: list[int] = field(default_factory=lambda: list(range(SLOTS)))
     sent: dict[int, int] = field(default_factory=dict)
     jobs: deque[_Job] = field(default_factory=deque)
-    # When the modelled link is free.
     free_s: float = 0.0
 
 

@@ -124,8 +124,6 @@ def _has_ended(pid_fd: int, timeout_s: float) -> bool:
 
 
 class _Handed:
-    """Stands for a descriptor in the pickle."""
-
     taken: ClassVar[list[int]] = []
 
     def __init__(self, index: int) -> None:

@@ -56,7 +56,7 @@ Run = Callable[[int, Tensors, dict[str, Any]], Tensors]
 CPU = torch.device("cpu")
 # 3.4e38 as a float or bfloat16, NaN as a half, 9.2e18 as a long.
 POISON = 0x7F
-# What operators raise on garbage arguments; anything else is a bug.
+# What operators raise on garbage; anything else is a bug.
 GARBAGE_ERRORS = (RuntimeError, IndexError, ValueError, TypeError, ArithmeticError, MemoryError, TesseraError)
 
 

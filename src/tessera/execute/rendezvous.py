@@ -77,7 +77,7 @@ class WorkerGroup:
 
 
 class Board:
-    """Values that workers publish for one another. An empty value will never be set."""
+    """Values that workers publish for one another."""
 
     def __init__(self, send: Callable[[tuple[int, int], Message], None]) -> None:
         self._send = send

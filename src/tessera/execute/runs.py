@@ -74,7 +74,6 @@ class Runs:
         # Microbatch -> (run, device) cancelled -> ends that the device has still to report; orders that wait.
         self._ending: dict[int, Counter[tuple[int, int]]] = {}
         self._held: dict[int, list[tuple[int, bytes]]] = {}
-        # If set, workers report every launch and transfer.
         self.spans: SpanLog | None = None
         self.busy_s = dict.fromkeys(self._names, 0.0)
         self.experts: dict[str, list[int]] = {}

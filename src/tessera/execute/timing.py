@@ -38,7 +38,6 @@ Own = Callable[[], tuple[Tensors | None, tuple[str, ...]]]
 # (samples so far, seconds they took) -> True to stop.
 Enough = Callable[[Sequence[float], float], bool]
 
-# What operators raise when they cannot run; anything else is a bug.
 LAUNCH_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, TesseraError)
 MAX_COPIES = 16
 CPU_CACHE_BYTES = 32 << 20

@@ -86,7 +86,6 @@ _PARTS: dict[tuple[int, tuple[int, ...]], list[Partition]] = {}
 
 
 def _part(devices: Sequence[Device], number: int) -> Partition | None:
-    """None if it is the whole card."""
     if not devices[number].num_sms:
         return None
     ordinal = devices[number].ordinal

@@ -88,8 +88,6 @@ class CudaTimer(LaunchTimer):
         }
 
     def clock_mhz(self) -> float | None:
-        """Cycles over time of a counting kernel; the best of three."""
-
         def spin() -> float:
             times = self._timed(lambda: torch.cuda._sleep(CLOCK_CYCLES))
             times[1].synchronize()
