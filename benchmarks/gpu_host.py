@@ -12,11 +12,11 @@ Parts, each in a process of its own, on the same random bf16 weights in number a
               layer before it computes ("fetch all that does not fit")
   copies      how long a small value from the host takes beside fetched weights, by the size of their pieces,
               and how fast the CPU reads weights meanwhile
-`tokens/s` of the service: greedy answer tokens of as many clients, each asking again at once, in the time in
-which all of them are past their first answer, which is shorter for some: as a plan expects it, prompts
-included. Baselines: tokens after the first, of transformers' defaults (attention, experts), for
-`--plain-tokens` tokens or `--plain-s` seconds; accelerate may fill the whole cap with weights. Nothing is
-dilated or modelled.
+`tokens/s` of the service: answer tokens of as many clients, each asking again at once, in the time in which
+all of them are past their first answer, which is shorter for some: as a plan expects it, prompts included.
+Tokens are drawn: greedy ones repeat themselves, and so do their experts. Baselines: tokens after the first,
+of transformers' defaults (attention, experts), for `--plain-tokens` tokens or `--plain-s` seconds; accelerate
+may fill the whole cap with weights. Nothing is dilated or modelled.
 """
 
 import argparse
@@ -133,7 +133,8 @@ async def asked(service: Any, batch: int, tokens: int, rounds: int) -> tuple[flo
             prompt = tuple((7 * (number + n * batch) + i) % 200 + 1 for i in range(PROMPT))
             num = tokens if n else max(2, tokens * (number + 1) // batch)
             answers.append([])
-            async for event in service.answer(Ask(prompt, num, Sampling(temperature=0.0), ignores_end=True)):
+            drawn = Sampling(temperature=1.0, seed=number + n * batch)
+            async for event in service.answer(Ask(prompt, num, drawn, ignores_end=True)):
                 answers[-1] += [time.perf_counter()] * len(getattr(event, "tokens", ()))
         return answers
 

@@ -22,6 +22,8 @@ _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
 _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 IPC_HANDLE_BYTES = 64
+# Larger copies, of 4 MB, hold up values of other streams until all in the queue are done.
+FETCH_PIECE = 1 << 20
 # Seconds between two looks of a worker at its GPU.
 LOOK_S = 20e-6
 # SMs of a group where the driver does not say: valid on every architecture, the smallest on Hopper.
@@ -176,6 +178,12 @@ def mem_ops(stream: int, ops: Sequence[MemOp]) -> None:
 def copy(stream: int, target: int, source: int, num_bytes: int) -> None:
     ends = (ctypes.c_uint64(target), ctypes.c_uint64(source))
     ask("cuMemcpyAsync", *ends, ctypes.c_size_t(num_bytes), ctypes.c_void_p(stream))
+
+
+def fetch(stream: int, target: int, source: int, num_bytes: int) -> None:
+    """Copies in pieces, between which values of other streams go."""
+    for start in range(0, num_bytes, FETCH_PIECE):
+        copy(stream, target + start, source + start, min(FETCH_PIECE, num_bytes - start))
 
 
 class IpcMemory:

@@ -6,6 +6,7 @@ time of a transfer. Two chains at once load both directions.
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -44,7 +45,7 @@ LAUNCHES = 16
 FETCHED_BYTES = 64 << 20
 # Together beyond any cache, as the weights of products; copies in a queue at most.
 NUM_FETCHED, MAX_FETCHES = 4, 150
-WEIGHT, NUM_WEIGHTS, PRODUCT_ROWS = (2048, 2048), 64, 4
+WEIGHT, NUM_WEIGHTS = (4096, 4096), 16
 REPEATS, PRODUCTS_S = 3, 0.03
 CROSSINGS = LAUNCHES - 1
 WARMUPS = 2
@@ -83,26 +84,25 @@ def time_transfers(
 
 
 def time_fetches(ordinal: int, num_threads: int) -> tuple[float, float]:
-    """GB/s of copies from page-locked memory to a GPU; times as long that products of the CPU take beside
-    them.
+    """GB/s of weights fetched from page-locked memory while the CPU computes; times as long that its products
+    take meanwhile.
     """
     sources = driver.pinned((NUM_FETCHED, FETCHED_BYTES))
     place = torch.empty_like(sources[0], device=driver.card(ordinal))
     weights = [torch.full(WEIGHT, 0.01, dtype=torch.bfloat16) for _ in range(NUM_WEIGHTS)]
-    x = torch.ones(PRODUCT_ROWS, WEIGHT[1], dtype=torch.bfloat16)
+    x = torch.ones(1, WEIGHT[1], dtype=torch.bfloat16)
 
-    def fetch(num: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for number in range(num):
-            place.copy_(sources[number % NUM_FETCHED], non_blocking=True)
-        stop.record()
-        return start, stop
-
-    def fetched_s() -> float:
-        start, stop = fetch(NUM_FETCHED)
-        stop.synchronize()
-        return max(1e-9, 1e-3 * float(start.elapsed_time(stop)) / NUM_FETCHED)
+    def fetch_s(num: int) -> float:
+        with torch.cuda.device(ordinal):
+            stream = torch.cuda.current_stream()
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            for number in range(num):
+                source = sources[number % NUM_FETCHED]
+                driver.fetch(int(stream.cuda_stream), place.data_ptr(), source.data_ptr(), FETCHED_BYTES)
+            stop.record()
+            stop.synchronize()
+        return max(1e-9, 1e-3 * float(start.elapsed_time(stop)) / num)
 
     def product_s() -> float:
         num, began_s = 0, time.perf_counter()
@@ -114,13 +114,14 @@ def time_fetches(ordinal: int, num_threads: int) -> tuple[float, float]:
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        one_s, alone_s = (median(f() for _ in range(REPEATS)) for f in (fetched_s, product_s))
-        fetch(min(MAX_FETCHES, int(2 * REPEATS * PRODUCTS_S / one_s)))
-        beside_s = median(product_s() for _ in range(REPEATS))
+        alone_s = median(product_s() for _ in range(REPEATS))
+        num = min(MAX_FETCHES, 1 + int(REPEATS * PRODUCTS_S / fetch_s(NUM_FETCHED)))
+        with ThreadPoolExecutor(1) as beside:
+            fetched = beside.submit(fetch_s, num)
+            beside_s = median(product_s() for _ in range(REPEATS))
     finally:
         torch.set_num_threads(before)
-        torch.cuda.synchronize(ordinal)
-    return FETCHED_BYTES / one_s / 1e9, max(1.0, beside_s / alone_s)
+    return FETCHED_BYTES / fetched.result() / 1e9, max(1.0, beside_s / alone_s)
 
 
 def _crossing_us(stepper: WorkerStepper, step: int, repeats: int, num: int) -> float:

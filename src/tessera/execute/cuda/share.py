@@ -31,9 +31,6 @@ from tessera.execute.launcher import Launcher
 from tessera.execute.memory import Memory, Storage, bytes_of, fresh, is_allocation, late_at, tensor_of
 from tessera.ir import BufferKind, Fetch, Free, Program, Recv, Region, Run, Send, Trace
 
-# Copies of 4 MB hold up values on other streams until all are done.
-PIECE_BYTES = 1 << 20
-
 
 @dataclass(frozen=True)
 class InputArena:
@@ -216,9 +213,7 @@ class _Issue:
         stream.wait_event(_mark(self._compute))
         for buffer, place in self._memory.slots[launch].items():
             source = self._share.base[buffer]
-            for start in range(0, source.nbytes(), PIECE_BYTES):
-                ends = place.data_ptr() + start, source.data_ptr() + start
-                driver.copy(_handle(stream), *ends, min(PIECE_BYTES, source.nbytes() - start))
+            driver.fetch(_handle(stream), place.data_ptr(), source.data_ptr(), source.nbytes())
         self._fetched[launch] = _mark(stream)
 
     def _put_zero_state(self, launch: int) -> list[int]:
