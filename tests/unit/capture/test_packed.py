@@ -1,7 +1,11 @@
 """Quantised checkpoints: packed as published, products as of the dequantised model, refusals by name."""
 
 import json
+import shutil
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +17,7 @@ pytest.importorskip("transformers")
 
 from packed_factory import METHODS, write_folder
 from sampling import one_of_each
-from tessera.capture import build, record
+from tessera.capture import Workload, build, record
 from tessera.capture.models import checkpoint
 from tessera.capture.models.packed import PackedWeight
 from tessera.capture.record import record_step
@@ -39,15 +43,49 @@ def kind_of(pair: tuple[str, str]) -> tuple[str, str]:
 KINDS: list[tuple[str, str]] = one_of_each(FOLDERS, kind_of)
 
 
+@dataclass(frozen=True)
+class Written:
+    """A folder that no test changes, with its dequantised model."""
+
+    folder: Path
+    reference: Any
+
+    @cached_property
+    def smallest(self) -> Workload:
+        """Its smallest served step."""
+        return build(smallest_step(str(self.folder), ServeSpec()))
+
+    def copy(self, to: Path) -> None:
+        shutil.copytree(self.folder, to, dirs_exist_ok=True)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Written]:
+    """Folders by method and family."""
+
+    @cache
+    def make(method: str, family: str) -> Written:
+        folder = tmp_path_factory.mktemp(f"{method}-{family}")
+        return Written(folder, write_folder(folder, method, family))
+
+    return make
+
+
+Folders = Callable[[str, str], Written]
+
+
 @pytest.mark.parametrize(
     ("method", "family", "intermediate"), [*((*pair, 96) for pair in FOLDERS), ("mxfp4", "gpt_oss", 64)]
 )
 def test_a_packed_model_is_its_dequantised_model(
-    method: str, family: str, intermediate: int, tmp_path: Path
+    method: str, family: str, intermediate: int, written: Folders, tmp_path: Path
 ) -> None:
     """The same logits from weights of a few bits; experts, also square ones, may be summed differently."""
-    reference = write_folder(tmp_path, method, family, intermediate)
-    model: Any = build(Step(str(tmp_path), "call", 2, 8)).module
+    if intermediate == 96:
+        folder, reference = written(method, family).folder, written(method, family).reference
+    else:
+        folder, reference = tmp_path, write_folder(tmp_path, method, family, intermediate)
+    model: Any = build(Step(str(folder), "call", 2, 8)).module
     words = torch.randint(0, 258, (2, 8), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         found, wanted = (m(input_ids=words, use_cache=False).logits for m in (model, reference))
@@ -64,12 +102,11 @@ def test_a_packed_model_is_its_dequantised_model(
     [("awq", "llama", (8, 0)), ("gptq-ordered", "llama", (14, 0)), ("mxfp4", "gpt_oss", (0, 4))],
 )
 def test_a_served_step_keeps_weights_packed(
-    method: str, family: str, products: tuple[int, int], tmp_path: Path
+    method: str, family: str, products: tuple[int, int], written: Folders
 ) -> None:
     """Products of one input are joined; a trace runs from the packed bytes."""
-    write_folder(tmp_path, method, family)
     spec = ServeSpec(microbatches=1, rows=2, capacity=32, max_batch_tokens=8)
-    workload = served(str(tmp_path), spec).workloads[-1]
+    workload = served(str(written(method, family).folder), spec).workloads[-1]
     trace = record(workload)
     names = Counter(trace.kernel_of(i).name for i in range(len(trace.launches)))
     inputs, state = workload.make_inputs(0), workload.make_state(0)
@@ -80,33 +117,31 @@ def test_a_served_step_keeps_weights_packed(
 
 
 @pytest.mark.parametrize(("method", "family"), FOLDERS)
-def test_a_folder_is_built_without_its_weights(method: str, family: str, tmp_path: Path) -> None:
+def test_a_folder_is_built_without_its_weights(method: str, family: str, written: Folders) -> None:
     """Headers, zeros and groups tell what each weight consists of: the same parts."""
-    write_folder(tmp_path, method, family)
-    step = smallest_step(str(tmp_path), ServeSpec())
-    real = build(step).weights()
+    workload = written(method, family).smallest
+    real = workload.weights()
     with torch.device("meta"):
-        outline = build(step).weights()
+        outline = build(workload.step).weights()
 
     assert layouts(real) == layouts(outline)
     assert list(real) == list(outline)
 
 
 @pytest.mark.parametrize(("method", "family"), KINDS)
-def test_a_step_without_weights_has_the_same_products(method: str, family: str, tmp_path: Path) -> None:
-    write_folder(tmp_path, method, family)
-    step, kinds = smallest_step(str(tmp_path), ServeSpec()), ("packed_linear", "packed_grouped")
-    traces = record(build(step)), record_step(step, "fake")
+def test_a_step_without_weights_has_the_same_products(method: str, family: str, written: Folders) -> None:
+    workload, kinds = written(method, family).smallest, ("packed_linear", "packed_grouped")
+    traces = record(workload), record_step(workload.step, "fake", is_compared=True)
     found = [[trace.kernel_of(i).name for i in range(len(trace.launches))] for trace in traces]
     products = [[name for name in names if any(kind in name for kind in kinds)] for names in found]
 
     assert products[0] == products[1] != []
 
 
-def test_only_what_decides_is_read(tmp_path: Path) -> None:
+def test_only_what_decides_is_read(written: Folders) -> None:
     """Codes, scales and plain weights are known by the headers."""
-    write_folder(tmp_path, "gptq-ordered")
-    read, held = list[str](), checkpoint.read_weights(tmp_path)
+    folder = written("gptq-ordered", "llama").folder
+    read, held = list[str](), checkpoint.read_weights(folder)
 
     class Noted:
         def __init__(self, name: str) -> None:
@@ -122,22 +157,20 @@ def test_only_what_decides_is_read(tmp_path: Path) -> None:
 
     tensors = {name: Noted(name) for name in held}
     with patch.object(checkpoint, "read_weights", lambda folder: tensors), torch.device("meta"):
-        build(Step(str(tmp_path), "call", 1, 4))
+        build(Step(str(folder), "call", 1, 4))
 
     assert {"qzeros", "g_idx"} == {name.rpartition(".")[2] for name in read}
 
 
-def test_a_packed_model_has_a_small_step_also_where_others_have_none(tmp_path: Path) -> None:
+def test_a_packed_model_has_a_small_step_also_where_others_have_none(written: Folders) -> None:
     """A GPU reads plain weights as fast for 64 rows as for one."""
-    write_folder(tmp_path, "gptq")
-    found = served(str(tmp_path), ServeSpec(1, 64, 32, 128), min_size=64)
+    found = served(str(written("gptq", "llama").folder), ServeSpec(1, 64, 32, 128), min_size=64)
     assert found.shape.sizes == (16, 64, 128)
 
 
-def test_weights_take_the_bytes_of_their_codes(tmp_path: Path) -> None:
+def test_weights_take_the_bytes_of_their_codes(written: Folders) -> None:
     """Half a byte and its share of scales and zeros for each weight of a linear layer."""
-    write_folder(tmp_path, "awq")
-    weights = build(Step(str(tmp_path), "call", 1, 4)).weights()
+    weights = build(Step(str(written("awq", "llama").folder), "call", 1, 4)).weights()
     size = {name: t.nbytes for name, t in weights.items() if "layers.0.mlp.up_proj" in name}
     num = 64 * 96
 
@@ -185,11 +218,11 @@ def test_a_format_that_is_not_handled_is_named(settings: dict[str, Any], name: s
         build(Step(str(tmp_path), "decode", 1, 8))
 
 
-def test_a_folder_that_lacks_scales_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_lacks_scales_is_named(written: Folders, tmp_path: Path) -> None:
     """A weight without its scales is missing, not made up."""
     from safetensors.torch import load_file, save_file
 
-    write_folder(tmp_path, "gptq")
+    written("gptq", "llama").copy(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     kept = {n: t for n, t in tensors.items() if not n.startswith("model.layers.1.mlp.up_proj.")}
     save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
@@ -213,12 +246,12 @@ def test_a_folder_that_lacks_scales_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_parts_that_do_not_fit_one_another_are_named(
-    method: str, part: str, change: Any, message: str, tmp_path: Path
+    method: str, part: str, change: Any, message: str, written: Folders, tmp_path: Path
 ) -> None:
     """Nothing is multiplied by another column's scale."""
     from safetensors.torch import load_file, save_file
 
-    write_folder(tmp_path, method)
+    written(method, "llama").copy(tmp_path)
     tensors, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp.up_proj"
     tensors[name + part] = change(tensors[name + part]).contiguous()
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
@@ -227,11 +260,11 @@ def test_parts_that_do_not_fit_one_another_are_named(
         build(Step(str(tmp_path), "call", 1, 4))
 
 
-def test_scales_of_exponents_are_numbers(tmp_path: Path) -> None:
+def test_scales_of_exponents_are_numbers(written: Folders, tmp_path: Path) -> None:
     """GPU kernels read no 8-bit scales."""
     from safetensors.torch import load_file, save_file
 
-    write_folder(tmp_path, "fp8-blocks")
+    written("fp8-blocks", "llama").copy(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     kept = {n: t.to(torch.float8_e8m0fnu) if n.endswith("_inv") else t for n, t in tensors.items()}
     save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
