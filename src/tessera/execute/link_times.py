@@ -16,6 +16,7 @@ from tessera.errors import WorkerError
 from tessera.execute import driver
 from tessera.execute.processes import hidden_main
 from tessera.execute.stepper import StepCall, StepDone
+from tessera.execute.timing import cache_bytes
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import (
     Access,
@@ -43,9 +44,10 @@ from tessera.ir import (
 WHOLE_OR_NOT = (0, 0, 1, 1)
 LAUNCHES = 16
 FETCHED_BYTES = 64 << 20
-# Together beyond any cache, as the weights of products; copies in a queue at most.
-NUM_FETCHED, MAX_FETCHES = 4, 150
-WEIGHT, NUM_WEIGHTS = (4096, 4096), 16
+# Sources of copies, and copies in a queue at most.
+NUM_FETCHED, MAX_FETCHES = 16, 100
+# Weights of products: so many, and by so much larger than the cache.
+WEIGHT, NUM_WEIGHTS, CACHES = (4096, 4096), (16, 64), 8
 REPEATS, PRODUCTS_S = 3, 0.03
 CROSSINGS = LAUNCHES - 1
 WARMUPS = 2
@@ -89,7 +91,9 @@ def time_fetches(ordinal: int, num_threads: int) -> tuple[float, float]:
     """
     sources = driver.pinned((NUM_FETCHED, FETCHED_BYTES))
     place = torch.empty_like(sources[0], device=driver.card(ordinal))
-    weights = [torch.full(WEIGHT, 0.01, dtype=torch.bfloat16) for _ in range(NUM_WEIGHTS)]
+    one = torch.full(WEIGHT, 0.01, dtype=torch.bfloat16)
+    least, most = NUM_WEIGHTS
+    weights = [one.clone() for _ in range(min(most, max(least, CACHES * cache_bytes() // one.nbytes)))]
     x = torch.ones(1, WEIGHT[1], dtype=torch.bfloat16)
 
     def fetch_s(num: int) -> float:
@@ -107,7 +111,7 @@ def time_fetches(ordinal: int, num_threads: int) -> tuple[float, float]:
     def product_s() -> float:
         num, began_s = 0, time.perf_counter()
         while not num or time.perf_counter() - began_s < PRODUCTS_S:
-            torch.nn.functional.linear(x, weights[num % NUM_WEIGHTS])
+            torch.nn.functional.linear(x, weights[num % len(weights)])
             num += 1
         return (time.perf_counter() - began_s) / num
 

@@ -185,7 +185,7 @@ class CpuTimer(LaunchTimer):
     def __init__(self, trace: Trace, own: Own, num_threads: int = 1) -> None:
         super().__init__(trace, torch.device("cpu"), own)
         self._num_threads = num_threads
-        self.cache_bytes = _cache_bytes()
+        self.cache_bytes = cache_bytes()
         if num_threads > 1:
             weakref.finalize(self, _end, _neighbour())
 
@@ -282,7 +282,7 @@ def last_uses(trace: Trace) -> dict[int, list[int]]:
     return freed
 
 
-def _cache_bytes() -> int:
+def cache_bytes() -> int:
     try:
         found = os.sysconf("SC_LEVEL3_CACHE_SIZE")
     except (ValueError, OSError):
