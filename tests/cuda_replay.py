@@ -9,7 +9,8 @@ One device only, and nothing of the runtime but its launches.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from unittest import mock
 
 import torch
 
@@ -41,11 +42,12 @@ class CudaReplay:
         self._trace = trace
         self._device = next(t.device for name, t in given.items() if not name.startswith(GENERATOR))
         self._given = {i: self._bind(b, given) for i, b in enumerate(trace.buffers) if is_given(b)}
-        self._launcher = Launcher(trace, self._device, kernels, sets_generators=False)
+        self._launcher = Launcher(trace, self._device, kernels)
         self._order = list(range(len(trace.launches)) if order is None else order)
         self._last_use = _last_uses(trace, self._order)
         self.outputs: dict[str, torch.Tensor] = {}
-        self._graph = self._capture()
+        with mock.patch("tessera.execute.launcher.drawing", return_value=nullcontext()):  # see `_drawing`
+            self._graph = self._capture()
 
     def run(self) -> dict[str, torch.Tensor]:
         """Launches the graph on the current stream; state is updated in place, outputs are overwritten."""

@@ -15,16 +15,20 @@ requests and is reopened when its last request has left.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
-from tessera.execute.admission import StepCost
+from tessera.execute.admission import StepCost, costs_of
+from tessera.execute.lanes import LoadedLane
 from tessera.execute.scheduler import Content, Microbatch, Scheduler
 from tessera.execute.stepper import Event
 from tessera.ir import Plan
 
 R = TypeVar("R")
+# Weight of the newest time in the mean.
+LATEST = 0.1
 # Share of the best simulated rate that counts as the best.
 ENOUGH = 0.95
 # Waiting requests per seated request that would take twice as long, before a microbatch beyond the width is
@@ -66,6 +70,17 @@ class Occupancy(Protocol):
     def takes(self) -> bool: ...
 
 
+@dataclass(slots=True, eq=False)
+class UsualCost(StepCost):
+    """With the recent mean, beside other microbatches."""
+
+    usual_s: float = 0.0
+
+    def seen(self, seconds: float) -> None:
+        self.usual_s += (LATEST if self.usual_s else 1.0) * (seconds - self.usual_s)
+        StepCost.seen(self, seconds)
+
+
 class OpenPlace(Protocol):
     # Breaks ties.
     number: int
@@ -74,7 +89,7 @@ class OpenPlace(Protocol):
     # True if it is kept open without requests.
     is_idle: bool
     # By step of its lane.
-    costs: tuple[StepCost, ...]
+    costs: tuple[UsualCost, ...]
 
     @property
     def content(self) -> Occupancy: ...
@@ -196,6 +211,12 @@ class RowScheduler(Scheduler[R]):
     def _measure(self) -> None:
         super()._measure()
         self._width, self._slowdown = width_of(self.plan), slowdown_of(self.plan)
+
+    def _costs_of(self, lane: LoadedLane) -> tuple[StepCost, ...]:
+        if lane.number not in self._costs:
+            costs = costs_of(lane)
+            self._costs[lane.number] = tuple(UsualCost(cost.busy_s, cost.alone_s) for cost in costs)
+        return self._costs[lane.number]
 
     def _seat_next(self) -> bool:
         places: tuple[Any, ...] = tuple(self.microbatches.values())

@@ -4,6 +4,7 @@ Blocks are in reverse post-order; unreachable ones are dropped. Guarded branches
 through; `brx.idx` goes to every label of its list. Branches to unknown labels are stops.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tessera_ptx.flatten import Flat
@@ -79,7 +80,7 @@ def _order(
         if falls and end in number:
             out.append(number[end])
         succs.append(list(dict.fromkeys(out)))
-    order = _reverse_postorder(succs) if starts else []
+    order = reverse_postorder(dict(enumerate(succs)), 0) if starts else []
     rank = {old: new for new, old in enumerate(order)}
     preds: list[list[int]] = [[] for _ in order]
     block_of = [-1] * size
@@ -94,10 +95,10 @@ def _order(
     return FlowGraph(blocks, block_of, stops)
 
 
-def _reverse_postorder(succs: list[list[int]]) -> list[int]:
-    seen = {0}
+def reverse_postorder(succs: Mapping[int, Sequence[int]], root: int) -> list[int]:
+    seen = {root}
     order: list[int] = []
-    stack: list[tuple[int, int]] = [(0, 0)]
+    stack: list[tuple[int, int]] = [(root, 0)]
     while stack:
         node, at = stack.pop()
         if at < len(succs[node]):
@@ -110,3 +111,30 @@ def _reverse_postorder(succs: list[list[int]]) -> list[int]:
             order.append(node)
     order.reverse()
     return order
+
+
+def dominators(preds: list[tuple[int, ...]]) -> list[int]:
+    """Immediate ones of blocks in reverse post-order (Cooper, Harvey and Kennedy)."""
+    idoms = [-1] * len(preds)
+    if preds:
+        idoms[0] = 0
+    changed = True
+    while changed:
+        changed = False
+        for block in range(1, len(preds)):
+            new = -1
+            for pred in preds[block]:
+                if idoms[pred] >= 0:
+                    new = pred if new < 0 else _meet(idoms, new, pred)
+            if idoms[block] != new:
+                idoms[block], changed = new, True
+    return idoms
+
+
+def _meet(idoms: list[int], a: int, b: int) -> int:
+    while a != b:
+        while a > b:
+            a = idoms[a]
+        while b > a:
+            b = idoms[b]
+    return a

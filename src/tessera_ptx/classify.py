@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tessera_ptx.poly import Frozen, Poly, add, freeze, scale
+from tessera_ptx.poly import Frozen, Poly, freeze
 from tessera_ptx.ranges import within
 from tessera_ptx.values import DEEP, Atoms
-from tessera_ptx.weights import Weight, candidates, choices, original, weights
+from tessera_ptx.weights import Weight, candidates, choices, choose, original, weights
 
 _NEAR_NULL = 1 << 40
 _MAX_EXPANSIONS = 3
@@ -43,7 +43,11 @@ class Classifier:
 
     def learn(self, addresses: Iterable[Poly]) -> None:
         """Marks sole candidates as pointers."""
-        open_ = [poly for poly in {freeze(p): p for p in addresses}.values() if self._choice(poly) is None]
+        open_ = [
+            poly
+            for poly in {freeze(p): p for p in addresses}.values()
+            if not choose(self.atoms, poly, plain=True)
+        ]
         known = -1
         while open_ and known < len(self.sole):
             known = len(self.sole)
@@ -103,20 +107,11 @@ class Classifier:
     def _alternatives(self, poly: Poly) -> list[Poly]:
         done = [poly]
         for _ in range(_MAX_EXPANSIONS):
-            every = [more for one in done for more in self._each(one)]
+            every = [more for one in done for more in choose(self.atoms, one, plain=True) or [one]]
             if len(every) == len(done) or len(every) > _MAX_ALTERNATIVES:
                 break
             done = every
         return done
-
-    def _each(self, poly: Poly) -> list[Poly]:
-        chosen = self._choice(poly)
-        if chosen is None:
-            return [poly]
-        mono, alternatives = chosen
-        coeff = poly[mono]
-        rest = {m: c for m, c in poly.items() if m != mono}
-        return [add(rest, scale(dict(one), coeff)) for one in alternatives]
 
     def _targets(self, poly: Poly) -> list[AccessTarget]:
         found = self._weights(poly)
@@ -134,14 +129,6 @@ class Classifier:
     def _contradictory(self, poly: Poly, found: dict[int, Weight]) -> set[int]:
         """Without a consistent choice, all possible pointers are reported."""
         return set(self.atoms.base_of(poly)) | {n for n, w in found.items() if w.near and self._sure(n)}
-
-    def _choice(self, poly: Poly) -> tuple[tuple[int, ...], list[frozenset[Any]]] | None:
-        for mono, coeff in poly.items():
-            if len(mono) == 1 and coeff in (1, -1):
-                atom = self.atoms.atoms[mono[0]]
-                if atom.taint and atom.item[:2] == ("op", "any"):
-                    return mono, list(atom.item[4:])
-        return None
 
     def _is_one_of(self, poly: Poly) -> bool:
         """Alternatives, not inputs of a computation."""

@@ -7,7 +7,7 @@ handled: phis of predicates, floats, memory.
 
 from typing import NamedTuple
 
-from tessera_ptx.cfg import targets_of
+from tessera_ptx.cfg import dominators, targets_of
 from tessera_ptx.fixpoint import Flow, Node
 from tessera_ptx.poly import Poly, Value
 from tessera_ptx.syntax import Instruction, Not, Operand, Pair, Reg
@@ -176,32 +176,5 @@ class Conditions:
 
     def _above(self, block: int) -> int:
         if self._idoms is None:
-            self._idoms = _dominators([b.preds for b in self.flow.graph.blocks])
+            self._idoms = dominators([b.preds for b in self.flow.graph.blocks])
         return self._idoms[block]
-
-
-def _dominators(preds: list[tuple[int, ...]]) -> list[int]:
-    """Immediate dominators (Cooper, Harvey and Kennedy)."""
-    idoms = [-1] * len(preds)
-    if preds:
-        idoms[0] = 0
-    changed = True
-    while changed:
-        changed = False
-        for block in range(1, len(preds)):
-            new = -1
-            for pred in preds[block]:
-                if idoms[pred] >= 0:
-                    new = pred if new < 0 else _meet(idoms, new, pred)
-            if idoms[block] != new:
-                idoms[block], changed = new, True
-    return idoms
-
-
-def _meet(idoms: list[int], a: int, b: int) -> int:
-    while a != b:
-        while a > b:
-            a = idoms[a]
-        while b > a:
-            b = idoms[b]
-    return a

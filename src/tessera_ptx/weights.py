@@ -67,7 +67,7 @@ def choices(at: Atoms, poly: Poly) -> list[Poly]:
     queue = [poly]
     while queue:
         one = queue.pop()
-        more = _choose(at, one)
+        more = choose(at, one)
         if not more:
             done.append(one)
         elif len(done) + len(queue) + len(more) > _MAX_CHOICES or at.weighed > _MAX_WEIGHED:
@@ -78,9 +78,10 @@ def choices(at: Atoms, poly: Poly) -> list[Poly]:
     return done
 
 
-def _choose(at: Atoms, poly: Poly) -> list[Poly]:
+def choose(at: Atoms, poly: Poly, plain: bool = False) -> list[Poly]:
+    """Alternatives of the first value that is one of several. `plain`: only of one added or subtracted."""
     for mono, coeff in poly.items():
-        for number in mono:
+        for number in mono if not plain or (len(mono) == 1 and coeff in (1, -1)) else ():
             atom = at.atoms[number]
             if atom.taint and atom.item[:2] == ("op", "any"):
                 rest = {m: c for m, c in poly.items() if m != mono}

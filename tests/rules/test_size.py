@@ -42,6 +42,13 @@ def test_comments_and_docstrings_are_no_code(tmp_path: Path) -> None:
     assert (2, 5) == (document["core"], document["words"])
 
 
+def test_directives_to_tools_are_no_words(tmp_path: Path) -> None:
+    text = "x = 1  # noqa: E501\ny = (2)  # fmt: skip  # a remark\nz = y  # type: ignore[misc]\n"
+    _, document, _ = run(checkout(tmp_path, budget=3, a=text))
+
+    assert (3, 3) == (document["core"], document["words"])
+
+
 def test_line_above_the_budget_fails(tmp_path: Path) -> None:
     code, _, complaints = run(checkout(tmp_path, budget=1, a="x = 1\ny = 2\n"))
 

@@ -15,7 +15,6 @@ from typing import Generic, TypeVar
 from tessera.errors import ServiceBusy
 from tessera.execute.lanes import LoadedLane
 
-LATEST = 0.1
 T = TypeVar("T")
 # Factor on a step's time alone.
 PATIENCE = 2.0
@@ -88,11 +87,8 @@ class StepCost:
     busy_s: Mapping[str, float]
     alone_s: float
     least_s: float | None = None
-    # Recent mean, beside other microbatches.
-    usual_s: float = 0.0
 
     def seen(self, seconds: float) -> None:
-        self.usual_s += (LATEST if self.usual_s else 1.0) * (seconds - self.usual_s)
         if self.least_s is None or seconds < self.least_s:
             self.least_s = seconds
             self.alone_s = max(seconds, max(self.busy_s.values(), default=0.0))

@@ -29,17 +29,10 @@ Make = Callable[[Memory], Any]
 
 class Launcher:
     def __init__(
-        self,
-        trace: Trace,
-        device: torch.device,
-        kernels: Mapping[int, Launchable] | None = None,
-        sets_generators: bool = True,
+        self, trace: Trace, device: torch.device, kernels: Mapping[int, Launchable] | None = None
     ) -> None:
-        """`kernels`: compiled objects valid on this device; others are loaded from PTX. `sets_generators`:
-        else the caller sets generators before draws.
-        """
-        self._trace, self._device = trace, device
-        self._kernels, self._sets_generators = kernels or {}, sets_generators
+        """`kernels`: compiled objects valid on this device; others are loaded from PTX."""
+        self._trace, self._device, self._kernels = trace, device, kernels or {}
         self._ready: dict[int, Callable[[Memory], None]] = {}
 
     def run(self, launch: int, memory: Memory) -> None:
@@ -92,7 +85,7 @@ class Launcher:
             with drawing(self._trace.buffers[generator].name, memory.get(generator)):
                 call(memory)
 
-        return draw if generator is not None and self._sets_generators else call
+        return call if generator is None else draw
 
     def _prepare_kernel(self, index: int, launch: Launch) -> Callable[[Memory], None]:
         kernel, args = self._trace.kernel_of(index), [self._maker(arg) for arg in launch.args]

@@ -12,7 +12,7 @@ Rows of a step may have different adapters.
 import torch
 from torch.nn.functional import linear
 
-from tessera.kernels.register import register
+from tessera.kernels.register import alike, register
 
 
 def _on_cpu(
@@ -28,9 +28,5 @@ def _on_cpu(
     return out
 
 
-def _shaped(y: torch.Tensor, *_: object) -> torch.Tensor:
-    return y.new_empty(y.shape)
-
-
 SCHEMA = "(Tensor y, Tensor x, Tensor down, Tensor up, Tensor adapters) -> Tensor"
-register("lora", SCHEMA, _shaped, _on_cpu, "tessera.kernels.lora_triton")
+register("lora", SCHEMA, alike, _on_cpu, "tessera.kernels.lora_triton")

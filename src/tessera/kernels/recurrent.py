@@ -25,7 +25,7 @@ import torch
 from torch.nn.functional import silu, softplus
 
 from tessera.kernels import NORM_EPSILON
-from tessera.kernels.register import register
+from tessera.kernels.register import alike, register
 
 CHUNK = 64
 
@@ -202,14 +202,10 @@ def _delta_on_cpu(
     return out
 
 
-def _shaped(x: torch.Tensor, *_: object) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
 for _name, _on_cpu in (
     ("causal_conv", _conv_on_cpu),
     ("ssd_scan", _ssd_on_cpu),
     ("selective_scan", _selective_on_cpu),
     ("delta_scan", _delta_on_cpu),
 ):
-    register(_name, SCHEMAS[_name], _shaped, _on_cpu, "tessera.kernels.recurrent_triton")
+    register(_name, SCHEMAS[_name], alike, _on_cpu, "tessera.kernels.recurrent_triton")

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from tessera_ptx.cfg import dominators, reverse_postorder
 from tessera_ptx.errors import UnknownInstruction
 from tessera_ptx.interp.state import Active, CodeBlock, DecodedFunction, Frame, Step
 from tessera_ptx.interp.types import PRED, TYPES, U64, Array, Type, narrow, widen
@@ -114,56 +115,23 @@ def _rank(blocks: list[CodeBlock]) -> None:
 
 def post_dominators(edges: list[list[int]]) -> list[int]:
     """Endless loops get an exit."""
-    count = len(edges)
-    order = _reverse_order(edges, count)
-    for block in range(count):
-        if block not in order:
+    rank = _ranks(edges)
+    for block in range(len(edges)):
+        if block not in rank:
             edges[block] = [*edges[block], -1]
-            order = _reverse_order(edges, count)
-    parent: dict[int, int] = {-1: -1}
-    changed = True
-    while changed:
-        changed = False
-        for block in sorted(order, key=lambda b: -order[b]):
-            if block == -1:
-                continue
-            known = [s for s in edges[block] if s in parent]
-            new = known[0]
-            for other in known[1:]:
-                new = _meet(new, other, parent, order)
-            if parent.get(block) != new:
-                parent[block], changed = new, True
-    return [parent[block] for block in range(count)]
+            rank = _ranks(edges)
+    blocks = list(rank)
+    above = dominators([tuple(rank[s] for s in edges[b]) if b >= 0 else () for b in blocks])
+    return [blocks[above[rank[block]]] for block in range(len(edges))]
 
 
-def _meet(a: int, b: int, parent: dict[int, int], order: dict[int, int]) -> int:
-    while a != b:
-        while order[a] < order[b]:
-            a = parent[a]
-        while order[b] < order[a]:
-            b = parent[b]
-    return a
-
-
-def _reverse_order(edges: list[list[int]], count: int) -> dict[int, int]:
-    """The exit has the highest number."""
-    before: dict[int, list[int]] = {}
-    for block in range(count):
-        for after in edges[block]:
-            before.setdefault(after, []).append(block)
-    order: dict[int, int] = {}
-    seen, stack = {-1}, [(-1, iter(before.get(-1, [])))]
-    while stack:
-        node, rest = stack[-1]
-        for nearby in rest:
-            if nearby not in seen:
-                seen.add(nearby)
-                stack.append((nearby, iter(before.get(nearby, []))))
-                break
-        else:
-            stack.pop()
-            order[node] = len(order)
-    return order
+def _ranks(edges: list[list[int]]) -> dict[int, int]:
+    """Blocks in reverse post-order from the exit, -1, against the edges."""
+    before: dict[int, list[int]] = {block: [] for block in range(-1, len(edges))}
+    for block, targets in enumerate(edges):
+        for after in targets:
+            before[after].append(block)
+    return {block: rank for rank, block in enumerate(reverse_postorder(before, -1))}
 
 
 Get = Callable[[Frame], Any]

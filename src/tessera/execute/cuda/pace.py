@@ -61,7 +61,6 @@ NO_TURN = (0, 0, 0)
 class TimeScale:
     factor: float
     covered: float
-    num_missed: int
     num_launches: int
 
 
@@ -89,9 +88,8 @@ def choose_scale(
             break
         factor = max(factor, needed)
         met += target
-    missed = [(needed, target) for needed, target in wanted if needed > factor]
-    covered = 1.0 - sum(target for _, target in missed) / total if total else 1.0
-    return TimeScale(factor, covered, len(missed), len(wanted))
+    missed = sum(target for needed, target in wanted if needed > factor)
+    return TimeScale(factor, 1.0 - missed / total if total else 1.0, len(wanted))
 
 
 def launch_hold(us: float, scale: float, left_us: float = 0.0) -> Hold:
