@@ -42,6 +42,7 @@ from tessera.errors import CaptureError, MismatchError, RuleBroken, TesseraError
 from tessera.execute.memory import is_allocation
 from tessera.execute.offline import RunResult, run_offline
 from tessera.execute.reference import same_bits
+from tessera.execute.timing import threads
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import BufferKind, Cluster, Objective, Origin, Plan, Trace
 from tessera.plan import PLANNERS, search_config
@@ -330,7 +331,7 @@ class Session:
 
     def check(self, given: Given, result: RunResult) -> None:
         state = {name: tensor.clone() for name, tensor in given.state.items()}
-        with flow.one_thread(), torch.no_grad(), rng.entered(state), own_launches():
+        with threads(1), torch.no_grad(), rng.entered(state), own_launches():
             outputs = self.function.call(given.inputs, rng.without_generators(state))
         for ours, theirs in ((outputs, result.outputs[-1]), (state, result.state)):
             for name, tensor in ours.items():

@@ -1,7 +1,7 @@
 """Combinations of stages that several commands share."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -14,6 +14,7 @@ from tessera.analyze import build_graph
 from tessera.capture import Workload, build, outlines, record_step
 from tessera.capture.function import KIND
 from tessera.errors import MismatchError, TesseraError, UnknownName, install_line
+from tessera.execute.timing import CpuTimer, threads
 from tessera.ir.graph import StepFamily, check_counts, check_steps
 from tessera.plan import FULL, Comparison, Constraint, PlanConfig, SearchConfig, Target, solve
 from tessera.plan.batches import BATCHES, BatchSearch, PricedUnit
@@ -90,11 +91,11 @@ def make_plan(
     return solve(unit, tuple(costs), cluster, config, SteadyRates(search.long_window))
 
 
-def record_compiled(step: ir.Step) -> ir.Trace:
+def record_compiled(step: ir.Step, make: Callable[[ir.Step], Workload] = build) -> ir.Trace:
     from tessera.capture.inductor import record_inductor_offline
 
     with torch.device("meta"):  # no memory for weights
-        workload = build(step)
+        workload = make(step)
     return record_inductor_offline(workload)
 
 
@@ -278,19 +279,9 @@ class ReferenceRun:
     state: dict[str, torch.Tensor]
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
+@threads(1)
 def run_reference(unit: ir.WorkUnit, request: UnitRequest) -> ReferenceRun:
     """On one thread, as in workers."""
-    torch.set_num_threads(1)
     state = {name: tensor.clone() for name, tensor in request.state().items()}
     outputs: list[dict[str, torch.Tensor]] = []
     for step, count in enumerate(unit.counts):
@@ -305,8 +296,6 @@ def make_timer(trace: ir.Trace, device: ir.Device, stream: Any = None) -> Timer:
         return _own_tensors(trace, device)
 
     if device.kind is ir.DeviceKind.CPU:
-        from tessera.execute.timing import CpuTimer
-
         return CpuTimer(trace, own, max(1, device.num_cores))
     from tessera.execute.cuda.timing import CudaTimer
 

@@ -10,19 +10,18 @@ Not handled: models whose state is kept by row, which read prompts in steps of t
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import numpy as np
-import torch
 from msgspec import Meta
 
 from tessera import flow, ir
 from tessera.analyze import build_graph
-from tessera.capture import Workload, build, outlines, place_of, record_sizes
+from tessera.capture import build, outlines, place_of, record_sizes
 from tessera.capture.divide import divide, division_for, experts_of
 from tessera.capture.models import another, steps_of_model
 from tessera.errors import MismatchError, TesseraError
@@ -269,17 +268,9 @@ def read_frequencies(path: Path) -> dict[str, list[float]]:
 
 
 def compiled(steps: Sequence[ir.Step]) -> list[ir.Trace]:
-    from tessera.capture.inductor import record_inductor_offline
-
-    built: list[Workload] = []
-
-    def compile_step(step: ir.Step) -> ir.Trace:
-        with torch.device("meta"):
-            if not built:
-                built.append(build(steps[0]))
-            return record_inductor_offline(another(built[0], step))
-
-    return [outlines.find_or_make(step, compile_step) for step in steps]
+    first = cache(lambda: build(steps[0]))
+    record = partial(flow.record_compiled, make=lambda step: another(first(), step))
+    return [outlines.find_or_make(step, record) for step in steps]
 
 
 def is_served(model: str) -> bool:

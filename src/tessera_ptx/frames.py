@@ -177,9 +177,3 @@ def _words(offset: int, width: int) -> range:
 
 def _frozen(value: Iterable[Poly]) -> Any:
     return tuple(freeze(poly) for poly in value)
-
-
-def constant_offset(rest: Poly) -> int | None:
-    if not rest:
-        return 0
-    return rest.get(()) if len(rest) == 1 else None

@@ -14,9 +14,9 @@ from typing import Any
 
 from tessera_ptx.bits import halves, pack, widen
 from tessera_ptx.flatten import Flat
-from tessera_ptx.frames import PointerFrame, Somewhere, constant_offset
+from tessera_ptx.frames import PointerFrame, Somewhere
 from tessera_ptx.opcodes import vector_of, width_of
-from tessera_ptx.poly import Poly, Value, add, const, freeze, sub
+from tessera_ptx.poly import Poly, Value, add, const, constant_of, freeze, sub
 from tessera_ptx.ranges import FULL, hull
 from tessera_ptx.syntax import Function, Instruction, Mem, Module, Reg, Sym, Vec
 from tessera_ptx.values import PER_THREAD, UNIFORM, Atoms, Key, by_base
@@ -189,7 +189,7 @@ class LoadRules:
 
     def _param(self, node: Any, name: str, rest: Poly, width: int, signed: bool) -> Value:
         index, param = self.params[name]
-        offset = constant_offset(rest)
+        offset = constant_of(rest)
         if offset is not None:
             if 0 <= offset and offset + width <= max(param.size, 1):
                 item = self.atoms.poly(("param", index, offset, width))
@@ -209,7 +209,7 @@ class LoadRules:
                     values += self._whole(node, frame, None, width)
         else:
             frame, wild = self._frame_of(space, name), self._frame_of(space, _SPACE_ANY)
-            offset = constant_offset(rest)
+            offset = constant_of(rest)
             frame.read_by(node, offset, width)
             wild.read_by(node, None, width)
             values = self._whole(node, wild, None, width)
@@ -364,8 +364,8 @@ class LoadRules:
         frame = self._frame_of(*place)
         woken: list[Any] = []
         changed = False
-        known = {o for rest in offsets if (o := constant_offset(rest)) is not None}
-        unknown = [rest for rest in offsets if constant_offset(rest) is None]
+        known = {o for rest in offsets if (o := constant_of(rest)) is not None}
+        unknown = [rest for rest in offsets if constant_of(rest) is None]
         if place[1] == _SPACE_ANY:
             known, unknown = set(), offsets
         frame.take_back(writer, {(o, width) for o in known}, bool(unknown))
@@ -389,7 +389,7 @@ class LoadRules:
         item = self.atoms.atoms[mono[0]].item if len(mono) == 1 and coeff == 1 else ("",)
         if item[0] not in ("field", "fields"):
             return None
-        distance = constant_offset(sub(offsets[0], dict(item[3] if item[0] == "fields" else item[2])))
+        distance = constant_of(sub(offsets[0], dict(item[3] if item[0] == "fields" else item[2])))
         return None if distance is None else (item[1], distance)
 
 

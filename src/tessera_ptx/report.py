@@ -130,17 +130,14 @@ def sentences(report: KernelReport, names: Sequence[str] = ()) -> list[str]:
         read += [name] if access.plain_read else []
         written += [name] if access.plain_write else []
         updated += [name] if access.atomic else []
-    for symbol in report.symbols:
-        name = f"module variable {symbol.name}"
-        read += [name] if symbol.read and not symbol.atomic else []
-        written += [name] if symbol.write and not symbol.atomic else []
-        updated += [name] if symbol.atomic else []
+    others: list[tuple[str, SymbolReport | IndirectReport]] = []
+    others += [(f"module variable {s.name}", s) for s in report.symbols]
     for item in report.indirect:
-        tables = ", ".join(_table(report, t, names) for t in item.tables)
-        name = f"memory behind {tables}"
-        read += [name] if item.read and not item.atomic else []
-        written += [name] if item.write and not item.atomic else []
-        updated += [name] if item.atomic else []
+        others.append((f"memory behind {', '.join(_table(report, t, names) for t in item.tables)}", item))
+    for name, other in others:
+        read += [name] if other.read and not other.atomic else []
+        written += [name] if other.write and not other.atomic else []
+        updated += [name] if other.atomic else []
     said = [
         f"{verb} {', '.join(buffers)}"
         for verb, buffers in (("reads", read), ("writes", written), ("updates", updated))

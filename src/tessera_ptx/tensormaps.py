@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from tessera_ptx.classify import AccessTarget, Classifier
 from tessera_ptx.conditions import Condition, Conditions, Path
 from tessera_ptx.fixpoint import Flow, Node
-from tessera_ptx.frames import constant_offset
 from tessera_ptx.loads import stride_of
 from tessera_ptx.opcodes import spaces_of
-from tessera_ptx.poly import Poly, Value, add, const
+from tessera_ptx.poly import Poly, Value, add, const, constant_of
 from tessera_ptx.syntax import Mem
 
 _MAP_BYTES = 128
@@ -165,7 +164,7 @@ class TensorMaps:
 
     def _parameter(self, name: str, rest: Poly) -> Iterator[AccessTarget]:
         index, param = self.flow.loads.params[name]
-        offset = constant_offset(rest)
+        offset = constant_of(rest)
         if offset is not None:
             yield AccessTarget("map", (index, offset), None)
             return

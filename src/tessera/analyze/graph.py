@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tessera.ir import Access, BufferKind, Edge, Graph, Hazard, Launch, Region, Trace, Value, verify
+from tessera.ir.graph import joined
 
 # Buffers with fewer accesses get no shelves.
 FEW = 32
@@ -320,23 +321,13 @@ def build_graph(trace: Trace) -> Graph:
 
 def state_groups(trace: Trace) -> tuple[tuple[int, ...], ...]:
     """Launches that share state buffers, directly or through a common launch."""
-    parent = list(range(len(trace.launches)))
-
-    def find(x: int) -> int:
-        while parent[x] != x:
-            parent[x] = parent[parent[x]]
-            x = parent[x]
-        return x
-
-    first: dict[int, int] = {}
-    touching = []
+    sharing: dict[int, list[int]] = {}
     for index, launch in enumerate(trace.launches):
-        state = {a.buffer for a in launch.accesses if trace.buffers[a.buffer].kind is BufferKind.STATE}
-        for buffer in state:
-            parent[find(index)] = find(first.setdefault(buffer, index))
-        if state:
-            touching.append(index)
+        for buffer in {a.buffer for a in launch.accesses}:
+            if trace.buffers[buffer].kind is BufferKind.STATE:
+                sharing.setdefault(buffer, []).append(index)
+    roots = joined(len(trace.launches), sharing.values())
     groups: dict[int, list[int]] = {}
-    for index in touching:
-        groups.setdefault(find(index), []).append(index)
+    for index in sorted({index for members in sharing.values() for index in members}):
+        groups.setdefault(roots[index], []).append(index)
     return tuple(tuple(group) for group in groups.values())

@@ -36,10 +36,10 @@ def verify(
     with progress("building the model", 2 + 8 * orders + requests) as advance:
         from tessera.analyze import build_graph
         from tessera.cli.trials import Trials
-        from tessera.flow import one_thread
+        from tessera.execute.timing import threads
 
         started = time.perf_counter()
-        with one_thread():
+        with threads(1):
             trials = Trials(build_graph(trace), orders, seed, advance)
             fresh, legal, classes = trials.fresh(requests), trials.legal(), trials.classes()
     is_equal = legal.equal == legal.renamed_equal == orders and fresh.equal == requests

@@ -16,7 +16,7 @@ from tessera.errors import WorkerError
 from tessera.execute import driver
 from tessera.execute.processes import hidden_main
 from tessera.execute.stepper import StepCall, StepDone
-from tessera.execute.timing import cache_bytes
+from tessera.execute.timing import cache_bytes, threads
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import (
     Access,
@@ -115,16 +115,11 @@ def time_fetches(ordinal: int, num_threads: int) -> tuple[float, float]:
             num += 1
         return (time.perf_counter() - began_s) / num
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
+    with threads(num_threads), ThreadPoolExecutor(1) as beside:
         alone_s = median(product_s() for _ in range(REPEATS))
         num = min(MAX_FETCHES, 1 + int(REPEATS * PRODUCTS_S / fetch_s(NUM_FETCHED)))
-        with ThreadPoolExecutor(1) as beside:
-            fetched = beside.submit(fetch_s, num)
-            beside_s = median(product_s() for _ in range(REPEATS))
-    finally:
-        torch.set_num_threads(before)
+        fetched = beside.submit(fetch_s, num)
+        beside_s = median(product_s() for _ in range(REPEATS))
     return FETCHED_BYTES / fetched.result() / 1e9, max(1.0, beside_s / alone_s)
 
 

@@ -44,6 +44,16 @@ CPU_CACHE_BYTES = 32 << 20
 WARMUPS = 2
 
 
+@contextmanager
+def threads(num: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
@@ -210,17 +220,13 @@ class CpuTimer(LaunchTimer):
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(self._num_threads)
         try:
-            with torch.no_grad():
+            with threads(self._num_threads), torch.no_grad():
                 yield
         except CannotTime:
             raise
         except LAUNCH_ERRORS as error:
             raise CannotTime(first_line(error)) from error
-        finally:
-            torch.set_num_threads(threads)
 
     def _whole(self, given: Tensors, enough: Enough) -> list[float]:
         def sample() -> list[float]:

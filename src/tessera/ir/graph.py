@@ -7,7 +7,7 @@ version and the next writer.
 step's sizes, and recordings that differ otherwise are refused. Interpolated traces are for planning only.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property
@@ -21,6 +21,22 @@ from tessera.ir.trace import BufferKind, Step, Trace
 PLACE = "--counts"
 # Requests are simulated run by run: a thousand runs of a small step take seconds.
 MAX_RUNS = 1 << 15
+
+
+def joined(num: int, sets: Iterable[Sequence[int]]) -> list[int]:
+    """Number -> the representative of all numbers that sets with common members tie to it."""
+    parent = list(range(num))
+
+    def find(x: int) -> int:
+        while parent[x] != x:
+            parent[x] = parent[parent[x]]
+            x = parent[x]
+        return x
+
+    for members in sets:
+        for other in members[1:]:
+            parent[find(other)] = find(members[0])
+    return [find(x) for x in range(num)]
 
 
 class Hazard(StrEnum):

@@ -6,7 +6,7 @@ microbatches may peak at once. Not counted: workspace inside kernels, fragmentat
 memory.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from tessera import ir
 from tessera.errors import MismatchError, PlanInfeasible
+from tessera.ir.graph import joined
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -61,37 +62,19 @@ class Holdings:
 def contract(unit: ir.WorkUnit) -> tuple[tuple[Ints, ...], int]:
     """Launch -> node; in a served unit, state ties launches across steps."""
     starts = np.cumsum([0, *(len(g.trace.launches) for g in unit.graphs)])
-    parent = list(range(int(starts[-1])))
-
-    def find(x: int) -> int:
-        while parent[x] != x:
-            parent[x] = parent[parent[x]]
-            x = parent[x]
-        return x
-
-    stuck: list[int] = []
+    sets: list[list[int]] = [[]]  # first: launches that stay where they are
     homes: dict[str, list[int]] = {}
     for start, graph in zip(starts.tolist(), unit.graphs, strict=False):
-        sets = [[start + x for x in group] for group in graph.groups]
-        stuck += [start + i for i, x in enumerate(graph.trace.launches) if x.immovable]
-        for members in sets:
-            _join(parent, find, members)
+        sets[0] += [start + i for i, x in enumerate(graph.trace.launches) if x.immovable]
+        sets += [[start + x for x in group] for group in graph.groups]
         for name, group in graph.state_groups.items() if unit.is_served else ():
             homes.setdefault(name, []).append(start + graph.groups[group][0])
-    for members in (stuck, *homes.values()):
-        _join(parent, find, members)
-    roots = np.array([find(x) for x in range(len(parent))], dtype=np.int64)
+    roots = joined(int(starts[-1]), (*sets, *homes.values()))
     _, first, inverse = np.unique(roots, return_index=True, return_inverse=True)
     rank = np.empty(len(first), dtype=np.int64)
     rank[np.argsort(first)] = np.arange(len(first))
     nodes = rank[inverse]
     return tuple(nodes[a:b] for a, b in pairwise(starts.tolist())), len(first)
-
-
-def _join(parent: list[int], find: Callable[[int], int], members: list[int]) -> None:
-    for other in members[1:]:
-        a, b = find(members[0]), find(other)
-        parent[max(a, b)] = min(a, b)
 
 
 def wires(cluster: ir.Cluster) -> tuple[Floats, Floats]:

@@ -19,8 +19,9 @@ from tessera.execute.cuda.timing import CudaTimer
 from tessera.execute.launcher import Launcher
 from tessera.execute.memory import tensor_of
 from tessera.execute.synthetic import synthetic
-from tessera.execute.timing import CpuTimer, Own, StepMemory, copies_needed
-from tessera.ir import Buffer, BufferKind, Step, Trace
+from tessera.execute.timing import CpuTimer, Own, StepMemory, copies_needed, threads
+from tessera.flow import UnitRequest, run_reference
+from tessera.ir import Buffer, BufferKind, Step, Trace, WorkUnit
 
 CPU = torch.device("cpu")
 WARM: frozenset[int] = frozenset()
@@ -268,3 +269,19 @@ def test_running_out_of_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
     with pytest.raises(CannotTime, match="ran out of memory: CUDA out of memory"):
         timer.time(0, WARM, once)
+
+
+def test_a_reference_run_gives_the_threads_back() -> None:
+    """It computes on one thread, as workers do; what runs after it has as many as before."""
+    used: list[int] = []
+
+    class Counting(UnitRequest):
+        def state(self) -> dict[str, torch.Tensor]:
+            used.append(torch.get_num_threads())
+            return {}
+
+    with threads(3):
+        run_reference(WorkUnit((), ()), Counting((), {}, 0))
+        used.append(torch.get_num_threads())
+
+    assert [1, 3] == used

@@ -289,9 +289,10 @@ class CachedSteps:
         ) from errors[0]
 
     def _learn_with(self, cache: Any) -> None:
-        self._has_rows = cache is not None and cache.has_rows
-        self._only_recurs = cache is not None and not cache.has_positions and bool(self._mask)
-        self._has_positions = bool(self._positions) or (cache is not None and cache.has_positions)
+        own = getattr(cache, "self_attention_cache", cache)
+        self._has_rows = own is not None and own.has_rows
+        self._only_recurs = own is not None and not own.has_positions and bool(self._mask)
+        self._has_positions = bool(self._positions) or (own is not None and own.has_positions)
         num = min(NUM_LEARNED, self._step.context) if cache is not None else max(1, self._step.context - 1)
         first, following = self._first_tokens(num)
         empty = ModelMemory(cache, {})

@@ -158,14 +158,6 @@ class RowPairCache(cache_utils.EncoderDecoderCache):  # type: ignore[misc]
         across = cache_utils.Cache(layers=[CrossLayer(0, False) for _ in own.layers])
         super().__init__(own, across)
 
-    @property
-    def has_rows(self) -> bool:
-        return bool(self.self_attention_cache.has_rows)
-
-    @property
-    def has_positions(self) -> bool:
-        return bool(self.self_attention_cache.has_positions)
-
     def begin(self, positions: torch.Tensor | None, last: torch.Tensor | None) -> None:
         self.self_attention_cache.begin(positions, last)
 
