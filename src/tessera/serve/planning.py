@@ -28,7 +28,7 @@ import torch
 import tessera
 from tessera.capture import place_of, record, record_sizes
 from tessera.capture.models.checkpoint import blamed_for_run
-from tessera.errors import DeviceMemoryError, MismatchError, PlanInfeasible, TesseraError
+from tessera.errors import CaptureError, DeviceMemoryError, MismatchError, PlanInfeasible, TesseraError
 from tessera.execute.processes import FORKSERVER, warm_up
 from tessera.execute.worker_stepper import MakeHub, WorkerStepper
 from tessera.ir import (
@@ -357,7 +357,7 @@ def check_plan(plan: ServicePlan, model: str, cluster: Cluster) -> None:
 
 
 def _for_load(model: str, cluster: Cluster, spec: ServeSpec, advance: Listener) -> ServicePlan | None:
-    """None: sizes are given, or a device has no cost model."""
+    """None: sizes are given, a device has no cost model, or steps cannot have any size."""
     from tessera.plan import search_config
     from tessera.profile.measured import needs_measuring
 
@@ -370,7 +370,11 @@ def _for_load(model: str, cluster: Cluster, spec: ServeSpec, advance: Listener) 
 
     often = dict(spec.expert_frequencies)
     steps = ServedSteps(model, cluster, spec.random_weights, advance=advance, frequencies=often)
-    steps.is_compiled, _ = choose_launches(steps.anchors, "")
+    try:
+        steps.is_compiled, _ = choose_launches(steps.anchors, "")
+        _ = steps.family
+    except (CaptureError, MismatchError):  # steps have one size, or the build says why again
+        return None
     (name,) = spec.policies
     if name not in ("auto", *POLICIES):
         return None
@@ -391,8 +395,6 @@ def _follow(
     from tessera.serve.policies import ServicePlanner, check_groups
     from tessera.serve.rehearse import rehearse
 
-    if not model.shape.is_paged:
-        raise MismatchError(f"{model.model} keeps state by row", "Serve it without --plan.", "--plan")
     begun_s, scale = time.perf_counter(), 1.0
     captured: dict[tuple[object, ...], ServicePlanner] = {}
     groups = []

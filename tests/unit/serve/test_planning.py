@@ -9,7 +9,9 @@ from benchmarks.coverage_models import MODELS
 
 import steps_factory as factory
 from own_code import reference
+from paged_mixer import generated
 from sampling import num_layers
+from serving_factory import GREEDY, read_all, wait_for
 from tessera.capture import build, record
 from tessera.errors import CaptureError, DeviceMemoryError, PlanInfeasible, TesseraError, UnknownName
 from tessera.execute.lanes import devices_of
@@ -20,9 +22,11 @@ from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Cluster, Device, DeviceKind, Load, Role, verify
 from tessera.profile.devices import make_cluster, parse_devices
 from tessera.serve.planning import prepare
-from tessera.serve.records import ServeSpec
+from tessera.serve.records import Ask, ServeSpec
+from tessera.serve.service import Service
 from tessera.serve.start import Phases
 from tessera.serve.steps import servable_models, served, sizes_of, state_bytes
+from tessera.serve.text import ByteText
 
 
 def emulated(names: str = factory.DEVICES) -> Cluster:
@@ -140,6 +144,23 @@ def test_a_model_with_attention_of_its_own_has_pages_for_all_rows(tmp_path: Path
     shape = served(str(tmp_path), ServeSpec(rows=8, random_weights=True)).shape
     assert shape.pool_tokens > 8 * 16
     assert shape.sizes == (8,)
+
+
+@pytest.mark.parametrize("name", ["falcon", "mamba2"])
+def test_any_model_is_served_for_a_load(name: str, tmp_path: Path) -> None:
+    """One token of each sequence a step, and state by row: nobody chose sizes, nobody gave a plan."""
+    next(model for model in MODELS if model.name == name).write(tmp_path)
+    load = Load(24, 8)
+    spec = ServeSpec(random_weights=True, effort="quick", load=load, is_for_load=True, policies=("single",))
+    made = prepare(str(tmp_path), emulated("emu:a100"), spec)
+    plain = served(str(tmp_path), ServeSpec(rows=4, capacity=64, random_weights=True, joined=False))
+    prompts = [list(range(3, 3 + num)) for num in (5, 24)]
+    asks = [Ask(tuple(prompt), 8, GREEDY, ignores_end=True) for prompt in prompts]
+    with made.workers() as stepper, Service(stepper, made.policies, made.model.shape, ByteText()) as service:
+        found = [told.numbers for told in wait_for(read_all(service, asks))]
+
+    assert load == made.policies[0].load
+    assert generated(plain.workloads[-1], prompts, 8) == found
 
 
 def token_bytes() -> int:
