@@ -79,7 +79,7 @@ def priced(
     if not devices[0].is_dilated:
         cluster = Cluster(devices, card_link(*devices))
         costs, _ = measure(built.unit, cluster, built.weights, built.request(0))
-        return cluster, costs, TimeScale(1.0, 1.0, 0)
+        return cluster, costs, TimeScale(1.0, 1.0)
     emulated = parse_devices(",".join(f"emu:{d.gpu}" for d in devices))
     costs = tuple(
         replace(estimate(g.trace, emulated, tables=False), devices=devices) for g in built.unit.graphs

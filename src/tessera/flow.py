@@ -16,7 +16,7 @@ from tessera.capture.function import KIND
 from tessera.errors import MismatchError, TesseraError, UnknownName, install_line
 from tessera.execute.timing import CpuTimer, threads
 from tessera.ir.graph import StepFamily, check_counts, check_steps
-from tessera.plan import FULL, Comparison, Constraint, PlanConfig, SearchConfig, Target, solve
+from tessera.plan import FULL, Comparison, PlanConfig, SearchConfig, Target, solve
 from tessera.plan.batches import BATCHES, BatchSearch, PricedUnit
 from tessera.profile.measured import Timer, combine, needs_measuring
 from tessera.simulate import SteadyRates
@@ -83,11 +83,10 @@ def make_plan(
     objective: ir.Objective,
     microbatches: int,
     policy: str | None = None,
-    constraints: tuple[Constraint, ...] = (),
     is_served: bool = False,
     search: SearchConfig = FULL,
 ) -> ir.Plan:
-    config = PlanConfig(objective, microbatches, policy, constraints, is_served, search=search)
+    config = PlanConfig(objective, microbatches, policy, is_served=is_served, search=search)
     return solve(unit, tuple(costs), cluster, config, SteadyRates(search.long_window))
 
 

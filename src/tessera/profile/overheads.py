@@ -226,12 +226,8 @@ def _broadcast(view: View, rank: int) -> list[int]:
 
 
 def is_dense(view: View) -> bool:
-    expected = 1
-    for n, s in zip(reversed(view.shape), reversed(view.stride), strict=True):
-        if n > 1 and s != expected:
-            return False
-        expected *= n
-    return True
+    steps = zip(view.shape, view.stride, dense(view).stride, strict=True)
+    return all(n <= 1 or stride == wanted for n, stride, wanted in steps)
 
 
 def dense(view: View) -> View:

@@ -10,7 +10,7 @@ from tessera.errors import WorkerError
 from tessera.execute.cuda.device import check_device, divide
 from tessera.execute.cuda.graphs import priority
 from tessera.execute.cuda.measure import FLOOR_US, without_stamps
-from tessera.execute.cuda.pace import TURN_US, choose_scale, link_hold, throttled_links
+from tessera.execute.cuda.pace import TURN_US, TimeScale, choose_scale, link_hold, throttled_links
 from tessera.execute.cuda.transport import ALIGN, Inboxes, InboxSpot
 from tessera.execute.cuda.worker import GpuClock
 from tessera.execute.lower import lower
@@ -41,7 +41,7 @@ def test_the_scale_covers_all_but_one_percent_of_the_time() -> None:
 
 def test_launches_that_cost_nothing_do_not_count() -> None:
     """Allocations have no time to keep."""
-    assert 0 == choose_scale([[0.0, 0.0]], [5.0], 2).num_launches
+    assert TimeScale(1.0, 1.0) == choose_scale([[0.0, 0.0]], [5.0], 2)
 
 
 def test_a_message_holds_its_wire_and_arrives_later() -> None:

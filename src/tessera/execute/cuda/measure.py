@@ -152,7 +152,7 @@ def scale_of(plan: Plan, weights: Tensors, request: Request, kernels: Kernels | 
     """1 if no device is dilated."""
     devices = plan.cluster.devices
     if not any(d.is_dilated for d in devices):
-        return TimeScale(1.0, 1.0, 0)
+        return TimeScale(1.0, 1.0)
     first = devices[0]
     card = Cluster((Device(f"cuda:{first.ordinal}", DeviceKind.CUDA, "", 0, ordinal=first.ordinal),), ())
     own, _ = measure(plan.unit, card, weights, request, kernels)

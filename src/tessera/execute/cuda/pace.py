@@ -61,7 +61,6 @@ NO_TURN = (0, 0, 0)
 class TimeScale:
     factor: float
     covered: float
-    num_launches: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,7 @@ def choose_scale(
         factor = max(factor, needed)
         met += target
     missed = sum(target for needed, target in wanted if needed > factor)
-    return TimeScale(factor, 1.0 - missed / total if total else 1.0, len(wanted))
+    return TimeScale(factor, 1.0 - missed / total if total else 1.0)
 
 
 def launch_hold(us: float, scale: float, left_us: float = 0.0) -> Hold:

@@ -57,8 +57,6 @@ def back(value: Array, frame: Frame, where: Array) -> Array:
 @rule("ldmatrix")
 def load_matrix(ins: Instruction, decoder: Decoder) -> Step:
     """Matrices of 8 x 8 halves; lane 8 m + i has the address of row i of matrix m."""
-    if "m8n8" not in ins.op.mods or "b16" not in ins.op.mods:
-        raise Unknown("this shape")
     count, trans = _count(ins), "trans" in ins.op.mods
     address, puts = decoder.address(ins.operands[1]), decoder.vector_put(ins.operands[0], U32)
 
@@ -79,13 +77,13 @@ def load_matrix(ins: Instruction, decoder: Decoder) -> Step:
 
 
 def _count(ins: Instruction) -> int:
+    if "m8n8" not in ins.op.mods or "b16" not in ins.op.mods:
+        raise Unknown("this shape")
     return next((int(m[1]) for m in ins.op.mods if m in ("x1", "x2", "x4")), 1)
 
 
 @rule("stmatrix")
 def store_matrix(ins: Instruction, decoder: Decoder) -> Step:
-    if "m8n8" not in ins.op.mods or "b16" not in ins.op.mods:
-        raise Unknown("this shape")
     count, trans = _count(ins), "trans" in ins.op.mods
     address, gets = decoder.address(ins.operands[0]), decoder.vector(ins.operands[1], U32)
 
