@@ -37,7 +37,7 @@ from tessera.capture.reads import reads_allowed
 from tessera.errors import CaptureError
 from tessera.ir import Kernel, Origin
 from tessera.kernels.launch import Grid, run_kernel
-from tessera.kernels.ptx import tables_of
+from tessera.kernels.ptx import FAR, tables_of
 
 Relaunch = Callable[[Grid, Sequence[Any]], None]
 
@@ -45,8 +45,6 @@ _REQNTID = re.compile(r"\.reqntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?")
 _PLAIN = (bool, int, float, str, type(None))
 # Every GPU since Ampere runs this PTX.
 TARGET = 80
-# Smallest possible address of a tensor.
-_FAR = 1 << 40
 _ENTRY_BYTES = 8
 
 
@@ -353,7 +351,7 @@ def read_table(table: torch.Tensor) -> tuple[torch.Tensor | int, ...] | str:
 
 
 def _entry(address: int, memory: Sequence[tuple[int, int, torch.Tensor]]) -> torch.Tensor | int | None:
-    if abs(address) < _FAR:
+    if abs(address) < FAR:
         return address
     for old, new in _standing:
         start, extent = address - old.data_ptr(), part_of(old)

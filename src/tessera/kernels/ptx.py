@@ -28,7 +28,8 @@ from tessera_ptx import (
 # An access of more separate runs is widened to their hull.
 MAX_REGIONS = 16
 
-_FAR = 1 << 40
+# Smallest possible address of a tensor.
+FAR = 1 << 40
 
 
 def triton_accesses(
@@ -105,7 +106,7 @@ def _hints(launch: Launch) -> ParamHints:
     numbers = frozenset(
         i
         for i, a in enumerate(launch.args)
-        if isinstance(a, bool | float) or (isinstance(a, int) and abs(a) < _FAR)
+        if isinstance(a, bool | float) or (isinstance(a, int) and abs(a) < FAR)
     )
     return ParamHints(pointers, numbers)
 
