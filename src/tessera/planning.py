@@ -4,7 +4,7 @@ The served step, some tokens of some sequences over pages, is recorded without w
 (`ANCHORS`) and interpolated at others: everything is linear in tokens, sequences, pages and expected length.
 Anchors do not depend on the load, so outlines serve every load. One more recording checks linearity.
 
-Not handled: models whose state is kept by row, which read prompts in steps of their own.
+Not handled: models that read one token of each sequence a step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ from tessera.capture.divide import divide, division_for, experts_of
 from tessera.capture.models import another, steps_of_model
 from tessera.errors import MismatchError, TesseraError
 from tessera.ir.graph import StepFamily
-from tessera.kernels import PAGE
+from tessera.kernels import PAGE, is_paged
 from tessera.plan import FULL, QUICK, DeviceMemory, SearchConfig, fluid
 from tessera.plan.arrays import Floats, holdings_of, temporaries_of
 from tessera.plan.constraints import attention_launches, compiled_launches
@@ -155,19 +155,22 @@ class ServedSteps:
 
     @cached_property
     def model_bytes(self) -> fluid.ModelBytes:
-        first, more = self.family.recordings[0].trace, self.family.recordings[3].trace
-        weights = sum(b.size_bytes for b in first.buffers if b.kind is ir.BufferKind.WEIGHT)
-        states = [
-            sum(b.size_bytes for b in t.buffers if b.kind is ir.BufferKind.STATE) for t in (first, more)
-        ]
-        each = (states[1] - states[0]) / (more.step.reserve - first.step.reserve)
+        first = self.family.recordings[0].trace
+        weights, each = _held(first, ir.BufferKind.WEIGHT), self._state_per(3)
         read = {a.buffer for n, x in enumerate(first.launches) if self._attention[n] for a in x.accesses}
         inside = sum(
             first.buffers[b].size_bytes for b in read if first.buffers[b].kind is ir.BufferKind.WEIGHT
         )
         return fluid.ModelBytes(weights, each, self.windows or (0,), self._kinds[2], inside)
 
+    def _state_per(self, anchor: int) -> float:
+        """State bytes per sequence (2) or position (3)."""
+        first, more = (self.family.recordings[n].trace for n in (0, anchor))
+        grown = _held(more, ir.BufferKind.STATE) - _held(first, ir.BufferKind.STATE)
+        return grown / (ANCHORS[anchor][anchor - 1] - ANCHORS[0][anchor - 1])
+
     def price(self, tokens: int, sequences: int, length: int) -> fluid.StepPrice:
+        """State by row counts as temporary."""
         key = tokens, sequences, length
         if key not in self._prices:
             family, counts, _ = self._kinds
@@ -186,7 +189,8 @@ class ServedSteps:
                 for first in self.anchors[:1]
             ]
             live = self._live[0] + np.array(parts) @ (self._live[1:] - self._live[0])
-            self._prices[key] = fluid.StepPrice(us, int(live.max()))
+            by_row = sequences * self._state_per(2)
+            self._prices[key] = fluid.StepPrice(us, int(live.max() + by_row))
         return self._prices[key]
 
     def unit(self, group: fluid.GroupDraft) -> tuple[ir.WorkUnit, tuple[ir.Costs, ...]]:
@@ -196,11 +200,15 @@ class ServedSteps:
         return unit, flow.price(unit, self.cluster)
 
 
+def _held(trace: ir.Trace, kind: ir.BufferKind) -> int:
+    return sum(buffer.size_bytes for buffer in trace.buffers if buffer.kind is kind)
+
+
 def service_memory(plan: ir.ServicePlan) -> tuple[DeviceMemory, ...]:
-    """Pages count once per home, temporaries once per microbatch."""
+    """Pages count once per home, temporaries and state by row once per microbatch."""
     num, each = len(plan.cluster.devices), []
     held: dict[tuple[ir.BufferKind, str, str], Floats] = {}
-    for group in plan.groups:
+    for number, group in enumerate(plan.groups):
         unit, placement = group.plan.unit, group.plan.lanes[0].placement
         starts = np.cumsum([0, *map(len, placement.devices)]).tolist()
         nodes = tuple(np.arange(*ends) for ends in pairwise(starts))
@@ -214,8 +222,10 @@ def service_memory(plan: ir.ServicePlan) -> tuple[DeviceMemory, ...]:
                     readers = items.pin_node[items.pin_item == item]
                     fetched[readers[labels[readers] != hosts[name]]] += items.num_bytes[item]
                     there[item] = np.arange(num) == hosts[name]
-                known = held.get((kind, home, name), 0.0)
-                held[kind, home, name] = np.maximum(known, there[item] * items.num_bytes[item])
+                is_own = kind is ir.BufferKind.STATE and not is_paged(name)
+                key = kind, f"{home} {number}" if is_own else home, name
+                here = there[item] * items.num_bytes[item] * (group.microbatches if is_own else 1)
+                held[key] = np.maximum(held.get(key, 0.0), here)
         steps = zip(unit.graphs, nodes, strict=True)
         peaks = [temporaries_of(graph, numbers).peak_bytes(labels, num) for graph, numbers in steps]
         slots = [ir.SLOTS * fetched[labels == device].max(initial=0.0) for device in range(num)]

@@ -59,7 +59,7 @@ class Rater(Protocol):
 def rater_of(wanted: ModelLoad, cards: Cluster, advance: Advance) -> Rater:
     """`cards` have all kinds of devices that are asked for later."""
     if wanted.load.output_tokens and is_served(wanted.model):
-        with suppress(CaptureError):  # state by row
+        with suppress(CaptureError):  # one token of each sequence a step
             return ServiceRater.of(wanted, cards, advance)
     return StepRater.of(wanted, advance)
 

@@ -1,10 +1,11 @@
 """BatchSearch: the best batch for steps that no service runs.
 
-These are decodes or prefills alone, images, encoders, and models with state by row. Batches are planned with
-little effort until memory is exhausted, then ever nearer to the best, for every number of microbatches in
-flight; the best point within the limits is planned in full. Each coarse policy gets its own best point. Times
-follow Little's law: n microbatches at r work units per second take n / r each. Equal cells (one H20 and one
-L40S of eight each) are searched as one cell, whose plan is copied, unless it is too small.
+These are decodes or prefills alone, images, encoders, and models that read one token of each sequence a step.
+Batches are planned with little effort until memory is exhausted, then ever nearer to the best, for every
+number of microbatches in flight; the best point within the limits is planned in full. Each coarse policy gets
+its own best point. Times follow Little's law: n microbatches at r work units per second take n / r each.
+Equal cells (one H20 and one L40S of eight each) are searched as one cell, whose plan is copied, unless it is
+too small.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -328,7 +328,9 @@ class FluidModel:
             rest = {kind: kind[num:] for kind, num in parts if num < len(kind)}
             if not readers or not rest:
                 continue
-            prompts = [self._prompts(device) for device in readers]
+            prompts = [found for device in readers if (found := self._prompts(device)) is not None]
+            if len(prompts) < len(readers):
+                continue
             for chosen in _alike([seats[kind] for kind in rest]):
                 yield self._balanced(policy, prompts, list(zip(chosen, rest.values(), strict=True)))
 
@@ -355,8 +357,8 @@ class FluidModel:
                     group = GroupDraft(role, (device,), sequences, (sequences, tokens), 1, pool, self.length)
                     yield _Seat(group, plain_us, mixed.total_us(device), tokens - sequences)
 
-    def _prompts(self, device: int) -> tuple[GroupDraft, float]:
-        """A group and its prompt tokens per second."""
+    def _prompts(self, device: int) -> tuple[GroupDraft, float] | None:
+        """A group and its prompt tokens per second; None: no group fits."""
         found: list[tuple[float, GroupDraft, float]] = []
         for tokens in self.config.prompt_tokens:
             prompts = tokens / self.load.prompt_tokens
@@ -365,14 +367,14 @@ class FluidModel:
             price = self.price(tokens, min(tokens, sequences), self.load.prompt_tokens)
             us = price.total_us(device)
             is_late = (self.config.backlog + 0.5) * us * 1e-3 > (self.load.ttft_ms or math.inf)
-            if found and (is_late or not self.fits(device, pool, price)):
+            if (found and is_late) or not self.fits(device, pool, price):
                 break
             sizes = (tokens,) if tokens > sequences else (max(tokens, sequences),)
             group = GroupDraft(Role.PROMPTS, (device,), sequences, sizes, 1, pool, self.load.prompt_tokens)
             found.append((tokens / us * 1e6, group, us))
-        best = max(rate for rate, _, _ in found)
-        rate, group, _ = next(row for row in found if row[0] >= (1.0 - self.config.prompt_gain) * best)
-        return group, rate
+        best = max((rate for rate, _, _ in found), default=0.0)
+        wide = (row for row in found if row[0] >= (1.0 - self.config.prompt_gain) * best)
+        return next(((group, rate) for rate, group, _ in wide), None)
 
     def _balanced(
         self,

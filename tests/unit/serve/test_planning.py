@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,14 @@ from tessera.execute.lower import lower
 from tessera.execute.memory import footprints, ready_programs
 from tessera.execute.processes import FORKSERVER
 from tessera.execute.worker_stepper import WorkerStepper
-from tessera.ir import Cluster, Device, DeviceKind, Load, Role, verify
+from tessera.ir import Cluster, Device, DeviceKind, Load, Role, ServicePlan, verify
+from tessera.plan import search_config
+from tessera.planning import ServedSteps, make_service_plan, service_memory
+from tessera.profile import cap_memory, wire
 from tessera.profile.devices import make_cluster, parse_devices
 from tessera.serve.planning import prepare
 from tessera.serve.records import Ask, ServeSpec
+from tessera.serve.rehearse import rehearse
 from tessera.serve.service import Service
 from tessera.serve.start import Phases
 from tessera.serve.steps import servable_models, served, sizes_of, state_bytes
@@ -161,6 +166,28 @@ def test_any_model_is_served_for_a_load(name: str, tmp_path: Path) -> None:
 
     assert load == made.policies[0].load
     assert generated(plain.workloads[-1], prompts, 8) == found
+
+
+def test_plans_for_a_load_have_memory_for_state_by_row(tmp_path: Path) -> None:
+    """Of each sequence, in every microbatch; also where all of a prompts group would not fit."""
+    mamba = next(model for model in MODELS if model.name == "mamba2")
+    sizes = {"hidden_size": 256, "num_heads": 8, "head_dim": 64, "state_size": 128}
+    replace(mamba, sizes={**mamba.sizes, **sizes}).write(tmp_path)
+    cluster = wire(cap_memory(parse_devices("emu:a100,emu:l40s"), ["emu:a100=30MB", "emu:l40s=30MB"]))
+    steps = ServedSteps(str(tmp_path), cluster, random_weights=True)
+
+    def planned(load: Load, policy: str) -> ServicePlan:
+        return make_service_plan(steps, load, rehearse, search_config("quick"), policies=(policy,))
+
+    for policy in ("single", "prefill-decode", "layer-pipeline"):
+        plan = planned(Load(512, 64), policy)
+        found = footprints(plan.plans, [ready_programs(part) for part in plan.plans])
+        for told, used in zip(service_memory(plan), found, strict=True):
+            assert used.peak_bytes <= told.capacity_bytes
+            assert told.weight_bytes + told.state_bytes + told.temporary_bytes <= told.capacity_bytes
+        assert any(told.state_bytes > 2 << 20 for told in service_memory(plan))
+    with pytest.raises(PlanInfeasible):
+        planned(Load(8, 64), "prefill-decode")
 
 
 def token_bytes() -> int:
