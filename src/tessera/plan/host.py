@@ -137,10 +137,10 @@ def _too_large(problem: Problem, labels: Labels, excess: Floats) -> PlanInfeasib
         f"{weights.names[item]} {weights.num_bytes[item] / 1e9:.3g} GB"
         for item in held[:NAMED]
     ]
-    size = problem.memory_bytes[device]
+    size, why = problem.memory_bytes[device], ", ".join(named) or "none, only state and temporaries"
     return PlanInfeasible(
         f"{problem.cluster.devices[device].name} would hold {(size + excess[device]) / 1e9:.4g} GB and has "
-        f"{size / 1e9:.4g} GB; its largest weights: {', '.join(named)}"
+        f"{size / 1e9:.4g} GB; its largest weights: {why}"
     )
 
 

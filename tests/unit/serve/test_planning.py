@@ -6,11 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from benchmarks.coverage_models import MODELS
 
 import steps_factory as factory
 from own_code import reference
-from paged_mixer import generated
+from paged_mixer import Mixer, generated, plain_model
 from sampling import num_layers
 from serving_factory import GREEDY, read_all, wait_for
 from tessera.capture import build, record
@@ -188,6 +189,21 @@ def test_plans_for_a_load_have_memory_for_state_by_row(tmp_path: Path) -> None:
         assert any(told.state_bytes > 2 << 20 for told in service_memory(plan))
     with pytest.raises(PlanInfeasible):
         planned(Load(8, 64), "prefill-decode")
+
+
+def test_experts_whose_rows_are_not_whole_16_bytes_are_served(tmp_path: Path) -> None:
+    mixtral = next(model for model in MODELS if model.name == "mixtral")
+    replace(mixtral, sizes={**mixtral.sizes, "intermediate_size": 37, "num_local_experts": 3}).write(tmp_path)
+    sizes = ServeSpec(rows=4, capacity=64, max_batch_tokens=16, random_weights=True, joined=False)
+    workload = served(str(tmp_path), sizes).workloads[-1]
+    plain = plain_model(workload.module)
+    plain.set_experts_implementation("eager")
+    prompts = [list(range(3, 3 + num)) for num in (5, 24)]
+    wanted = [
+        plain.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]
+    assert wanted == Mixer(workload).answers(prompts, 6)
 
 
 def token_bytes() -> int:

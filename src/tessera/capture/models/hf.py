@@ -186,8 +186,11 @@ def _model(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) -> 
                 is_packed=packing is not None,
             )
     if model._can_set_experts_implementation():
-        # The eager path of experts reads the routing on the host.
-        model.set_experts_implementation("grouped_mm")
+        # The eager path of experts reads the routing on the host; grouped products need rows of 16 bytes.
+        experts = [p for name, p in model.named_parameters() if name.endswith("_proj") and p.dim() == 3]
+        is_even = all(n * p.element_size() % 16 == 0 for p in experts for n in p.shape[1:])
+        is_grouped = is_even or packing is not None
+        model.set_experts_implementation("grouped_mm" if is_grouped else "batched_mm")
     return model.eval()
 
 
