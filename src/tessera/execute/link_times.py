@@ -46,7 +46,7 @@ LAUNCHES = 16
 FETCHED_BYTES = 64 << 20
 # Sources of copies, and copies in a queue at most.
 NUM_FETCHED, MAX_FETCHES = 16, 100
-# Weights of products: so many, and by so much larger than the cache.
+# Least and most weights of products; their size over that of the cache.
 WEIGHT, NUM_WEIGHTS, CACHES = (4096, 4096), (16, 64), 8
 REPEATS, PRODUCTS_S = 3, 0.03
 CROSSINGS = LAUNCHES - 1
@@ -86,9 +86,7 @@ def time_transfers(
 
 
 def time_fetches(ordinal: int, num_threads: int) -> tuple[float, float]:
-    """GB/s of weights fetched from page-locked memory while the CPU computes; times as long that its products
-    take meanwhile.
-    """
+    """GB/s of weights fetched from page-locked memory beside the CPU's products, and their slowdown."""
     sources = driver.pinned((NUM_FETCHED, FETCHED_BYTES))
     place = torch.empty_like(sources[0], device=driver.card(ordinal))
     one = torch.full(WEIGHT, 0.01, dtype=torch.bfloat16)

@@ -33,14 +33,14 @@ from tessera.ir import Device, DeviceKind, Program
 AUTO, SHM, HOST, IPC, NVSHMEM = "auto", "shm", "host", "ipc", "nvshmem"
 NAMES = (AUTO, SHM, HOST, IPC, NVSHMEM)
 WORD = 8
-# After news a worker polls without pauses for SPIN_S, then every LOOK_S.
+# A worker polls without pauses for SPIN_S after news; then each LOOK_S of polling has a pause as long.
 SPIN_S, LOOK_S = 2e-3, 50e-6
 # From here several threads copy faster than one.
 LARGE = 1 << 20
 # Workers hold one another's memory: all restart when one is lost.
 RESTART_TOGETHER = frozenset({NVSHMEM})
 Post = Callable[[Any], None]
-# Given a run.
+# Called with a run.
 Move = Callable[[int], object]
 Words = npt.NDArray[np.int64]
 
@@ -103,11 +103,11 @@ class Transport(ABC):
 
     @abstractmethod
     def sender(self, program: Program, microbatch: int, number: int, contents: torch.Tensor) -> Move:
-        """A call sends in a run; then `contents` may be overwritten."""
+        """A function that sends `contents` in a run; when it returns, they may be overwritten."""
 
     @abstractmethod
     def receiver(self, program: Program, microbatch: int, number: int, into: torch.Tensor) -> Move:
-        """A call copies what arrived in a run to its place; once only."""
+        """A function that copies what arrived in a run to its place; called once a run."""
 
     def watch(self, run: int, program: Program, microbatch: int) -> None:
         """A run has begun, whose transfers are polled for."""
@@ -216,10 +216,8 @@ class FlaggedMemory(SharedMemory):
             self._arenas.open(lane)
 
     def sender(self, program: Program, microbatch: int, number: int, contents: torch.Tensor) -> Move:
-        copy, found = (
-            copier(self._arenas.place(program, microbatch, number), contents),
-            program.transfers[number],
-        )
+        copy = copier(self._arenas.place(program, microbatch, number), contents)
+        found = program.transfers[number]
         flags = self._arenas.flags(program, found.src, found.dst, microbatch)
 
         def send(run: int) -> None:

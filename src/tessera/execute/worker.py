@@ -56,7 +56,7 @@ from tessera.kernels import PARTS
 
 PF_EXITING = 0x4
 # Seconds between two looks for news while launches run; a look is a system call.
-LOOK_S = 5e-4
+NEWS_S = 5e-4
 
 
 @dataclass
@@ -147,7 +147,7 @@ class CpuWorker(DeviceWorker):
                     act(active)
             if len(self._queue) > 1 or not job.is_ready:
                 break
-            if (now_s := time.monotonic()) - self._looked_s > LOOK_S:
+            if (now_s := time.monotonic()) - self._looked_s > NEWS_S:
                 self._looked_s = now_s
                 if not self._engine.is_empty:
                     break
@@ -165,7 +165,7 @@ class CpuWorker(DeviceWorker):
     def _action(
         self, instruction: Instruction, here: ProgramMemory, microbatch: int
     ) -> Callable[[_Active], object] | None:
-        """Bound to the places of its buffers, which stay; None: nothing is to do."""
+        """An instruction bound to the places of its buffers, which stay; None if there is nothing to do."""
         match instruction:
             case Run(launch):
                 return self._launch(launch, here)

@@ -57,7 +57,7 @@ class Link:
     group: str = ""
     # GB/s of weights fetched from page-locked memory; 0: `gbps`.
     fetch_gbps: float = 0.0
-    # Times as long that launches of the source take while weights are fetched from its memory.
+    # Slowdown of the source's launches while weights are fetched from its memory.
     fetch_slowdown: float = 1.0
 
     def fetch_us(self, num_bytes: float) -> float:

@@ -170,7 +170,7 @@ def test_any_model_is_served_for_a_load(name: str, tmp_path: Path) -> None:
 
 
 def test_plans_for_a_load_have_memory_for_state_by_row(tmp_path: Path) -> None:
-    """Of each sequence, in every microbatch; also where all of a prompts group would not fit."""
+    """State of each sequence, in every microbatch; also where all of a prompts group would not fit."""
     mamba = next(model for model in MODELS if model.name == "mamba2")
     sizes = {"hidden_size": 256, "num_heads": 8, "head_dim": 64, "state_size": 128}
     replace(mamba, sizes={**mamba.sizes, **sizes}).write(tmp_path)
