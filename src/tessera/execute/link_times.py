@@ -16,7 +16,7 @@ from tessera.errors import WorkerError
 from tessera.execute import driver
 from tessera.execute.processes import hidden_main
 from tessera.execute.stepper import StepCall, StepDone
-from tessera.execute.timing import cache_bytes, threads
+from tessera.execute.timing import threads
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import (
     Access,
@@ -39,6 +39,7 @@ from tessera.ir import (
     View,
     WorkUnit,
 )
+from tessera.ir.host import cache_bytes
 
 # Lanes of the microbatches: two run the chain on one device, two alternate.
 WHOLE_OR_NOT = (0, 0, 1, 1)

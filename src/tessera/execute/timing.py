@@ -11,7 +11,6 @@ Not handled: other work on this machine, which shows in the spread of the sample
 """
 
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -30,6 +29,7 @@ from tessera.execute.launcher import Launcher, generator_buffer
 from tessera.execute.memory import Memory, Storage, bind_storages, fresh
 from tessera.execute.synthetic import synthetic
 from tessera.ir import BufferKind, Launch, Trace
+from tessera.ir.host import cache_bytes, cpu_name
 
 Tensors = Mapping[str, torch.Tensor]
 # Weights, inputs and state on the device, or None and remarks. Called before the first launch, since it may
@@ -40,7 +40,6 @@ Enough = Callable[[Sequence[float], float], bool]
 
 LAUNCH_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, TesseraError)
 MAX_COPIES = 16
-CPU_CACHE_BYTES = 32 << 20
 WARMUPS = 2
 
 
@@ -201,11 +200,11 @@ class CpuTimer(LaunchTimer):
 
     @cached_property
     def _scratch(self) -> torch.Tensor:
-        return torch.zeros(2 * self.cache_bytes // 4)
+        return torch.ones(2 * self.cache_bytes // 4)
 
     def identity(self) -> dict[str, str]:
         threads = f"{self._num_threads} beside one" if self._num_threads > 1 else "1"
-        return {"device": _cpu_name(), "torch": torch.__version__, "threads": threads}
+        return {"device": cpu_name(), "torch": torch.__version__, "threads": threads}
 
     def clock_mhz(self) -> float | None:
         """Only where the system fixes it."""
@@ -286,20 +285,3 @@ def last_uses(trace: Trace) -> dict[int, list[int]]:
         if trace.buffers[buffer].kind in (BufferKind.TEMPORARY, BufferKind.OUTPUT):
             freed.setdefault(index, []).append(buffer)
     return freed
-
-
-def cache_bytes() -> int:
-    try:
-        found = os.sysconf("SC_LEVEL3_CACHE_SIZE")
-    except (ValueError, OSError):
-        found = 0
-    return found if found > 0 else CPU_CACHE_BYTES
-
-
-def _cpu_name() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        text = ""
-    names = [x.partition(":")[2].strip() for x in text.splitlines() if x.lower().startswith("model name")]
-    return names[0] if names else platform.machine()

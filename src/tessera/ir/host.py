@@ -1,4 +1,4 @@
-"""NUMA nodes, their cores and memory, and vector instructions of this machine."""
+"""NUMA nodes, their cores and memory, caches and vector instructions of this machine."""
 
 import os
 import platform
@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NODES = Path("/sys/devices/system/node")
+CPUS = Path("/sys/devices/system/cpu")
 CPUINFO = Path("/proc/cpuinfo")
+# Where the system does not say.
+CACHE_BYTES = 32 << 20
 FLAGS = {
     "amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16", "avx512f": "AVX-512", "avx2": "AVX2",
     "sve": "SVE", "asimd": "NEON",
@@ -38,10 +41,28 @@ def host_nodes() -> tuple[HostNode, ...]:
     return tuple(nodes) or (HostNode(0, tuple(sorted(usable)), total),)
 
 
+def cache_bytes() -> int:
+    """All last-level caches of the cores that this process may use."""
+    sizes: dict[str, int] = {}
+    for core in os.sched_getaffinity(0):
+        last = max((CPUS / f"cpu{core}/cache").glob("index[0-9]"), default=CPUS)
+        sizes[_text(last / "shared_cpu_list")] = (
+            int(_text(last / "size").strip().removesuffix("K") or 0) << 10
+        )
+    return sum(sizes.values()) or CACHE_BYTES
+
+
 def instructions() -> tuple[str, ...]:
     lines = _text(CPUINFO).splitlines()
     flags = next((line.split() for line in lines if line.startswith(("flags", "Features"))), [])
     return tuple(name for flag, name in FLAGS.items() if flag in flags) or (platform.machine(),)
+
+
+def cpu_name() -> str:
+    lines = (line.partition(":") for line in _text(CPUINFO).splitlines())
+    return next(
+        (name.strip() for key, _, name in lines if key.lower().startswith("model name")), platform.machine()
+    )
 
 
 def _text(path: Path) -> str:

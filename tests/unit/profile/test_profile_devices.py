@@ -161,3 +161,23 @@ def test_nodes_have_shares_of_the_machines_memory(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(host, "NODES", tmp_path)
     (node,) = host.host_nodes()
     assert os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") == node.memory_bytes
+
+
+def test_last_level_caches_of_all_cores_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that several cores share counts once."""
+    for core in os.sched_getaffinity(0):
+        for index, size, shared in ((2, "1024K", core), (3, "307200K", "all")):
+            folder = tmp_path / f"cpu{core}/cache/index{index}"
+            folder.mkdir(parents=True)
+            (folder / "size").write_text(f"{size}\n")
+            (folder / "shared_cpu_list").write_text(f"{shared}\n")
+    monkeypatch.setattr(host, "CPUS", tmp_path)
+    assert host.cache_bytes() == 300 << 20
+    for core in os.sched_getaffinity(0):
+        (tmp_path / f"cpu{core}/cache/index3/shared_cpu_list").write_text(f"{core}\n")
+    assert host.cache_bytes() == len(os.sched_getaffinity(0)) * 300 << 20
+
+
+def test_a_cache_of_unknown_size_is_32_mib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "CPUS", tmp_path)
+    assert host.cache_bytes() == 32 << 20
