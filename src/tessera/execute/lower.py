@@ -24,26 +24,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tessera import ir
 from tessera.errors import RuleBroken
-from tessera.ir import (
-    SLOTS,
-    BufferKind,
-    Fetch,
-    Free,
-    Graph,
-    Instruction,
-    Placement,
-    Plan,
-    Program,
-    Recv,
-    Run,
-    Send,
-    Trace,
-    Transfer,
-    Value,
-    WorkUnit,
-    verify,
-)
 
 # Version of state that a program only moves.
 GIVEN = -1
@@ -60,14 +42,14 @@ Fetched = Sequence[tuple[str, int]]
 class LoweredRun:
     """Transfers of a step's run, or of a move of state, and their points among the launches."""
 
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[ir.Transfer, ...]
     points: tuple[tuple[TransferPoint, ...], ...]
     # Launches whose weights the last transfers fetch: begun by the reading device, ahead of the launch.
     fetches: tuple[int, ...] = ()
 
 
 class StepLowering:
-    def __init__(self, graph: Graph, num_devices: int) -> None:
+    def __init__(self, graph: ir.Graph, num_devices: int) -> None:
         self.graph, self.num_devices = graph, num_devices
         values = [
             (n, v) for n, v in enumerate(graph.values) if v.producer is not None and v.num_bytes and v.readers
@@ -81,7 +63,7 @@ class StepLowering:
             (n, graph.trace.buffers[b].name, b)
             for n, launch in enumerate(graph.trace.launches)
             for b in sorted({access.buffer for access in launch.accesses})
-            if graph.trace.buffers[b].kind is BufferKind.WEIGHT
+            if graph.trace.buffers[b].kind is ir.BufferKind.WEIGHT
         ]
 
     def homes(self, place: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -89,7 +71,7 @@ class StepLowering:
         return _homes(self._state, place)
 
     def run(
-        self, place: Sequence[int], leaving: Sequence[Transfer] = (), fetched: Fetched = ()
+        self, place: Sequence[int], leaving: Sequence[ir.Transfer] = (), fetched: Fetched = ()
     ) -> LoweredRun:
         """One transfer per value and reading device, in trace order; `leaving`: state moved at the end."""
         num, (rows, readers) = self.num_devices, self._pins
@@ -101,7 +83,7 @@ class StepLowering:
         row, dst, reader = pairs // num, pairs % num, readers[crossing][first]
         producer = self._producers[row]
         order = np.lexsort((dst, producer))
-        transfers: list[Transfer] = []
+        transfers: list[ir.Transfer] = []
         points: list[list[TransferPoint]] = [[] for _ in range(num)]
         for at, made, read, to in zip(
             *(x[order].tolist() for x in (row, producer, reader, dst)), strict=True
@@ -109,7 +91,7 @@ class StepLowering:
             value, src = self.graph.values[self._values[at]], place[made]
             points[src].append((made, 1, len(transfers)))
             points[to].append((read, 0, len(transfers)))
-            transfers.append(Transfer(self._values[at], value.buffer, value.start, value.stop, src, to))
+            transfers.append(ir.Transfer(self._values[at], value.buffer, value.start, value.stop, src, to))
         run = _with_moves(transfers, points, len(place), leaving)
         return self._with_fetches(run, place, dict(fetched)) if fetched else run
 
@@ -122,20 +104,23 @@ class StepLowering:
                 continue
             if launch not in ahead[device][-1:]:
                 ahead[device].append(launch)
-            after = ahead[device][-1 - SLOTS] if len(ahead[device]) > SLOTS else -1
+            after = ahead[device][-1 - ir.SLOTS] if len(ahead[device]) > ir.SLOTS else -1
             points[device] += [(after, 1, len(transfers)), (launch, 0, len(transfers))]
             size = self.graph.trace.buffers[buffer].size_bytes
-            transfers.append(Transfer(GIVEN, buffer, 0, size, hosts[name], device))
+            transfers.append(ir.Transfer(GIVEN, buffer, 0, size, hosts[name], device))
             fetches.append(launch)
         return LoweredRun(tuple(transfers), tuple(tuple(sorted(x)) for x in points), tuple(fetches))
 
 
-def lower_moves(moves: Sequence[Transfer], num_devices: int) -> LoweredRun:
+def lower_moves(moves: Sequence[ir.Transfer], num_devices: int) -> LoweredRun:
     return _with_moves([], [[] for _ in range(num_devices)], 0, moves)
 
 
 def _with_moves(
-    transfers: list[Transfer], points: list[list[TransferPoint]], num_launches: int, moves: Sequence[Transfer]
+    transfers: list[ir.Transfer],
+    points: list[list[TransferPoint]],
+    num_launches: int,
+    moves: Sequence[ir.Transfer],
 ) -> LoweredRun:
     for number, move in enumerate(moves, start=len(transfers)):
         points[move.src].append((num_launches - 1, 1, number))
@@ -143,81 +128,81 @@ def _with_moves(
     return LoweredRun((*transfers, *moves), tuple(tuple(sorted(x)) for x in points))
 
 
-def _state_launches(trace: Trace) -> StateLaunches:
-    last: dict[int, int | None] = dict.fromkeys(trace.buffers_of(BufferKind.STATE))
+def _state_launches(trace: ir.Trace) -> StateLaunches:
+    last: dict[int, int | None] = dict.fromkeys(trace.buffers_of(ir.BufferKind.STATE))
     for index, launch in enumerate(trace.launches):
         last.update({access.buffer: index for access in launch.accesses if access.buffer in last})
     return tuple(sorted(last.items()))
 
 
 class UnitLowering:
-    def __init__(self, unit: WorkUnit, num_devices: int) -> None:
+    def __init__(self, unit: ir.WorkUnit, num_devices: int) -> None:
         self.steps = [StepLowering(graph, num_devices) for graph in unit.graphs]
 
-    def moves(self, placement: Placement) -> list[list[tuple[int, list[Transfer]]]]:
+    def moves(self, placement: ir.Placement) -> list[list[tuple[int, list[ir.Transfer]]]]:
         """For every step: (earlier step, its state that this step wants elsewhere)."""
         # Name -> (last step that had it, its buffer there, its device, its bytes)
         last: dict[str, tuple[int, int, int, int]] = {}
         found = []
         for step, (lowering, place) in enumerate(zip(self.steps, placement.devices, strict=True)):
-            moves: dict[int, list[Transfer]] = defaultdict(list)
+            moves: dict[int, list[ir.Transfer]] = defaultdict(list)
             buffers = lowering.graph.trace.buffers
             for buffer, device in lowering.homes(place):
                 name, size = buffers[buffer].name, buffers[buffer].size_bytes
                 before, held, src, held_bytes = last.get(name, (step, buffer, device, size))
                 if src != device:
-                    moves[before].append(Transfer(GIVEN, held, 0, min(size, held_bytes), src, device))
+                    moves[before].append(ir.Transfer(GIVEN, held, 0, min(size, held_bytes), src, device))
                 last[name] = (step, buffer, device, size)
             found.append(sorted(moves.items(), reverse=True))
         return found
 
 
-def lower(plan: Plan) -> tuple[tuple[Program, ...], ...]:
+def lower(plan: ir.Plan) -> tuple[tuple[ir.Program, ...], ...]:
     unit = UnitLowering(plan.unit, len(plan.cluster.devices))
     return tuple(_lower_lane(plan, n, unit) for n in range(len(plan.lanes)))
 
 
-def _lower_lane(plan: Plan, number: int, unit: UnitLowering) -> tuple[Program, ...]:
-    lane, num_devices, programs = plan.lanes[number], len(plan.cluster.devices), list[Program]()
+def _lower_lane(plan: ir.Plan, number: int, unit: UnitLowering) -> tuple[ir.Program, ...]:
+    lane, num_devices, programs = plan.lanes[number], len(plan.cluster.devices), list[ir.Program]()
     for step, (moves, place) in enumerate(
         zip(unit.moves(lane.placement), lane.placement.devices, strict=True)
     ):
         for source, transfers in moves:
             run = lower_moves(transfers, num_devices)
             columns, nothing = _columns(run, (), ()), ((),) * num_devices
-            programs.append(Program(number, source, 1, columns, run.transfers, nothing, (), ()))
+            programs.append(ir.Program(number, source, 1, columns, run.transfers, nothing, (), ()))
         graph, fetched = unit.steps[step].graph, lane.placement.fetched
         run = unit.steps[step].run(place, fetched=fetched)
         columns = _columns(run, place, _frees(graph, place))
         weights = _weights(graph.trace, place, num_devices, dict(fetched))
         ends = (unit.steps[step].homes(place), outputs_of(graph, place))
         sent = run.transfers[: len(run.transfers) - len(run.fetches)]
-        programs.append(Program(number, step, plan.unit.counts[step], columns, sent, weights, *ends))
+        programs.append(ir.Program(number, step, plan.unit.counts[step], columns, sent, weights, *ends))
     return tuple(programs)
 
 
 def _columns(
     run: LoweredRun, place: Sequence[int], frees: Sequence[tuple[int, int, int]]
-) -> tuple[tuple[Instruction, ...], ...]:
+) -> tuple[tuple[ir.Instruction, ...], ...]:
     """Per launch: receives, the launch, sends, frees, fetches."""
     num = len(run.transfers) - len(run.fetches)
-    listed: list[list[tuple[int, int, Instruction]]] = [
-        [(at, 2, Send(n)) if is_send else (at, 0, Recv(n)) for at, is_send, n in points if n < num]
+    listed: list[list[tuple[int, int, ir.Instruction]]] = [
+        [(at, 2, ir.Send(n)) if is_send else (at, 0, ir.Recv(n)) for at, is_send, n in points if n < num]
         for points in run.points
     ]
     for device, points in enumerate(run.points):
         begun = {run.fetches[n - num]: at for at, is_send, n in points if is_send and n >= num}
-        listed[device] += [(at, 4, Fetch(launch)) for launch, at in begun.items()]
+        listed[device] += [(at, 4, ir.Fetch(launch)) for launch, at in begun.items()]
     for launch, device in enumerate(place):
-        listed[device].append((launch, 1, Run(launch)))
+        listed[device].append((launch, 1, ir.Run(launch)))
     for device, launch, buffer in frees:
-        listed[device].append((launch, 3, Free(buffer)))
+        listed[device].append((launch, 3, ir.Free(buffer)))
     return tuple(tuple(x for _, _, x in sorted(column, key=lambda x: x[:2])) for column in listed)
 
 
-def _frees(graph: Graph, place: Sequence[int]) -> list[tuple[int, int, int]]:
+def _frees(graph: ir.Graph, place: Sequence[int]) -> list[tuple[int, int, int]]:
     """(device, launch, buffer): unused there after the launch and its sends."""
-    temporary = set(graph.trace.buffers_of(BufferKind.TEMPORARY))
+    temporary = set(graph.trace.buffers_of(ir.BufferKind.TEMPORARY))
     last: dict[tuple[int, int], int] = {}
     for launch, device in enumerate(place):
         for access in graph.trace.launches[launch].accesses:
@@ -227,9 +212,9 @@ def _frees(graph: Graph, place: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def _weights(
-    trace: Trace, place: Sequence[int], num_devices: int, hosts: Mapping[str, int]
+    trace: ir.Trace, place: Sequence[int], num_devices: int, hosts: Mapping[str, int]
 ) -> tuple[tuple[int, ...], ...]:
-    weights = set(trace.buffers_of(BufferKind.WEIGHT))
+    weights = set(trace.buffers_of(ir.BufferKind.WEIGHT))
     held: list[set[int]] = [set() for _ in range(num_devices)]
     for launch, device in zip(trace.launches, place, strict=True):
         for buffer in weights.intersection(access.buffer for access in launch.accesses):
@@ -239,14 +224,14 @@ def _weights(
     return tuple(tuple(sorted(h)) for h in held)
 
 
-def fetched_by(trace: Trace, program: Program, device: int, launch: int) -> list[int]:
+def fetched_by(trace: ir.Trace, program: ir.Program, device: int, launch: int) -> list[int]:
     """Weights that a launch reads and its device does not hold."""
     named = {access.buffer for access in trace.launches[launch].accesses}
-    weights = {b for b in named if trace.buffers[b].kind is BufferKind.WEIGHT}
+    weights = {b for b in named if trace.buffers[b].kind is ir.BufferKind.WEIGHT}
     return sorted(weights.difference(program.weights[device]))
 
 
-def homes_of(graph: Graph, place: Sequence[int]) -> tuple[tuple[int, int], ...]:
+def homes_of(graph: ir.Graph, place: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return _homes(_state_launches(graph.trace), place)
 
 
@@ -254,8 +239,8 @@ def _homes(state: StateLaunches, place: Sequence[int]) -> tuple[tuple[int, int],
     return tuple((buffer, 0 if launch is None else place[launch]) for buffer, launch in state)
 
 
-def outputs_of(graph: Graph, place: Sequence[int]) -> tuple[tuple[str, int], ...]:
-    final: dict[int, Value] = {v.buffer: v for v in graph.values if v.is_final}
+def outputs_of(graph: ir.Graph, place: Sequence[int]) -> tuple[tuple[str, int], ...]:
+    final: dict[int, ir.Value] = {v.buffer: v for v in graph.values if v.is_final}
     homes = dict(homes_of(graph, place))
     found = []
     for name, view in graph.trace.outputs:
@@ -265,14 +250,14 @@ def outputs_of(graph: Graph, place: Sequence[int]) -> tuple[tuple[str, int], ...
     return tuple(found)
 
 
-def check_programs(plan: Plan, programs: Sequence[Program]) -> None:
+def check_programs(plan: ir.Plan, programs: Sequence[ir.Program]) -> None:
     for program in programs:
-        verify(program)
+        ir.verify(program)
         _Checker(plan, program).check()
 
 
 class _Checker:
-    def __init__(self, plan: Plan, program: Program) -> None:
+    def __init__(self, plan: ir.Plan, program: ir.Program) -> None:
         self._plan, self._graph, self._program = plan, plan.graphs[program.step], program
         graph = self._graph
         self._reads: dict[int, list[int]] = defaultdict(list)
@@ -283,7 +268,7 @@ class _Checker:
             if value.producer is not None:
                 self._makes[value.producer].append(number)
         given = {v.buffer: n for n, v in enumerate(graph.values) if v.producer is None}
-        there = {buffer: given.get(buffer, GIVEN) for buffer in graph.trace.buffers_of(BufferKind.INPUT)}
+        there = {buffer: given.get(buffer, GIVEN) for buffer in graph.trace.buffers_of(ir.BufferKind.INPUT)}
         self._held = [there | {b: given.get(b, GIVEN) for b in weights} for weights in program.weights]
         moved = [(t.buffer, t.src) for t in program.transfers if t.value == GIVEN]
         for buffer, device in (*program.homes, *moved):
@@ -297,20 +282,20 @@ class _Checker:
         for device, instruction in self._in_order():
             held = self._held[device]
             match instruction:
-                case Run():
+                case ir.Run():
                     self._check_run(device, instruction)
-                case Free(buffer):
+                case ir.Free(buffer):
                     held[buffer] = FREED
-                case Fetch(launch):
+                case ir.Fetch(launch):
                     self._fetched[device].append(launch)
-                    if len(self._fetched[device]) > SLOTS:
+                    if len(self._fetched[device]) > ir.SLOTS:
                         rule = "a place has been used when the next weights come"
                         raise self._broken(rule, device, self._words(instruction))
-                case Recv(number):
+                case ir.Recv(number):
                     transfer = self._program.transfers[number]
                     self._check_not_freed(device, instruction, transfer.buffer)
                     held[transfer.buffer] = transfer.value
-                case Send(number):
+                case ir.Send(number):
                     transfer = self._program.transfers[number]
                     if held.get(transfer.buffer) != transfer.value:
                         rule = "every transfer finds the version it moves on its sender"
@@ -318,13 +303,13 @@ class _Checker:
         self._check_end()
 
     def _check_launches(self) -> None:
-        ran = {i.launch for column in self._program.instructions for i in column if isinstance(i, Run)}
+        ran = {i.launch for column in self._program.instructions for i in column if isinstance(i, ir.Run)}
         missing = sorted(set(range(len(self._graph.trace.launches))) - ran)
         if ran and missing:
             name = self._graph.trace.kernel_of(missing[0]).name
             raise self._broken("every launch runs once", 0, f"launch {missing[0]} ({name}) does not run")
 
-    def _in_order(self) -> Iterator[tuple[int, Instruction]]:
+    def _in_order(self) -> Iterator[tuple[int, ir.Instruction]]:
         """One possible order; raises if a device waits for ever."""
         lists = self._program.instructions
         position = [0] * len(lists)
@@ -333,11 +318,11 @@ class _Checker:
         while ready:
             device = ready.popleft()
             for instruction in lists[device][position[device] :]:
-                if isinstance(instruction, Recv) and instruction.transfer not in sent:
+                if isinstance(instruction, ir.Recv) and instruction.transfer not in sent:
                     break
                 position[device] += 1
                 yield device, instruction
-                if isinstance(instruction, Send):
+                if isinstance(instruction, ir.Send):
                     sent.add(instruction.transfer)
                     ready.append(self._program.transfers[instruction.transfer].dst)
         for device, column in enumerate(lists):
@@ -345,7 +330,7 @@ class _Checker:
                 what = self._words(column[position[device]])
                 raise self._broken("no circular wait", device, f"{what} never comes")
 
-    def _check_run(self, device: int, run: Run) -> None:
+    def _check_run(self, device: int, run: ir.Run) -> None:
         trace, values, held = self._graph.trace, self._graph.values, self._held[device]
         fetched: list[int] = []
         if run.launch in self._fetched[device]:
@@ -357,7 +342,9 @@ class _Checker:
             found = values[value]
             buffer = trace.buffers[found.buffer]
             # Memory that no launch has written has no version.
-            is_noise = buffer.kind in (BufferKind.TEMPORARY, BufferKind.OUTPUT) and found.producer is None
+            is_noise = (
+                buffer.kind in (ir.BufferKind.TEMPORARY, ir.BufferKind.OUTPUT) and found.producer is None
+            )
             if found.num_bytes and not is_noise and held.get(found.buffer) != value:
                 what = f"{self._words(run)} reads buffer {found.buffer} ({buffer.name})"
                 raise self._broken("every read finds the version it needs on its device", device, what)
@@ -367,7 +354,7 @@ class _Checker:
         for weight in fetched:
             del held[weight]
 
-    def _check_not_freed(self, device: int, user: Instruction, buffer: int) -> None:
+    def _check_not_freed(self, device: int, user: ir.Instruction, buffer: int) -> None:
         if self._held[device].get(buffer) == FREED:
             what = f"{self._words(user)} uses buffer {buffer}"
             raise self._broken("nothing is used after it is freed", device, what)
@@ -392,17 +379,17 @@ class _Checker:
         place = f"lane {self._program.lane}, step {self._program.step}, device {name}"
         return RuleBroken(f"program breaks the rule: {rule}: {what}", "Please report this plan.", place)
 
-    def _words(self, instruction: Instruction) -> str:
+    def _words(self, instruction: ir.Instruction) -> str:
         return describe(self._graph, self._program, instruction)
 
 
-def describe(graph: Graph, program: Program, instruction: Instruction) -> str:
+def describe(graph: ir.Graph, program: ir.Program, instruction: ir.Instruction) -> str:
     match instruction:
-        case Run(launch):
+        case ir.Run(launch):
             return f"run of launch {launch} ({graph.trace.kernel_of(launch).name})"
-        case Free(buffer):
+        case ir.Free(buffer):
             return f"free of buffer {buffer} ({graph.trace.buffers[buffer].name})"
-        case Fetch(launch):
+        case ir.Fetch(launch):
             return f"fetch of the weights of launch {launch} ({graph.trace.kernel_of(launch).name})"
         case _:
             transfer = program.transfers[instruction.transfer]

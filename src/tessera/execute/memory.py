@@ -19,30 +19,16 @@ from typing import Any
 
 import torch
 
+from tessera import ir
 from tessera.errors import DeviceMemoryError, MismatchError
 from tessera.execute.lower import check_programs, fetched_by, lower
 from tessera.execute.schedule import until_wait
-from tessera.ir import (
-    SLOTS,
-    Buffer,
-    BufferKind,
-    Fetch,
-    Free,
-    Instruction,
-    Plan,
-    Program,
-    Recv,
-    Run,
-    Send,
-    Trace,
-    View,
-)
 from tessera.kernels import BY_ROW, is_paged
 from tessera.kernels.choice import LATE_INPUTS
 
 # programs[lane][index]
-Programs = Sequence[Sequence[Program]]
-GIVEN = (BufferKind.INPUT, BufferKind.STATE)
+Programs = Sequence[Sequence[ir.Program]]
+GIVEN = (ir.BufferKind.INPUT, ir.BufferKind.STATE)
 ALIGN = 64
 REMEDY = "Give every tensor in the shape that was captured, or capture the trace again with this program."
 # See `part_of`.
@@ -69,18 +55,18 @@ class Footprint:
         return self.weight_bytes + self.home_bytes + self.held_bytes
 
 
-def is_shared(program: Program, name: str) -> bool:
+def is_shared(program: ir.Program, name: str) -> bool:
     return program.home >= 0 and is_paged(name)
 
 
-def is_cleared(program: Program, name: str) -> bool:
+def is_cleared(program: ir.Program, name: str) -> bool:
     """False for rows: the first step of a sequence clears them, and one may have arrived before the
     microbatch opens.
     """
     return not is_shared(program, name) and not name.startswith(BY_ROW)
 
 
-def ready_programs(plan: Plan) -> tuple[tuple[Program, ...], ...]:
+def ready_programs(plan: ir.Plan) -> tuple[tuple[ir.Program, ...], ...]:
     """Each is proved right."""
     lanes = lower(plan)
     for programs in lanes:
@@ -89,7 +75,7 @@ def ready_programs(plan: Plan) -> tuple[tuple[Program, ...], ...]:
 
 
 def footprints(
-    plans: Sequence[Plan], programs: Sequence[Programs], microbatches: int | None = None
+    plans: Sequence[ir.Plan], programs: Sequence[Programs], microbatches: int | None = None
 ) -> tuple[Footprint, ...]:
     microbatches = microbatches or max(plan.microbatches for plan in plans)
     found = []
@@ -112,20 +98,20 @@ def footprints(
     return tuple(found)
 
 
-def touched(trace: Trace, program: Program, device: int) -> Iterator[tuple[int, bool]]:
+def touched(trace: ir.Trace, program: ir.Program, device: int) -> Iterator[tuple[int, bool]]:
     """(buffer, True) where a device first needs it, (buffer, False) after its last use.
 
     Inputs and state are needed from the start. Weights are left out, except empty ones: they are never sent,
     but any launch may name them.
     """
     column, named = program.instructions[device], named_on(trace, program, device)
-    seen = set(trace.buffers_of(BufferKind.WEIGHT))
+    seen = set(trace.buffers_of(ir.BufferKind.WEIGHT))
     for index, buffer in enumerate(trace.buffers):
         if buffer.size_bytes == 0 or (index in named and buffer.kind in GIVEN):
             seen.add(index)
             yield index, True
     for instruction in column:
-        if isinstance(instruction, Free):
+        if isinstance(instruction, ir.Free):
             yield instruction.buffer, False
             continue
         for index in _named(trace, program, instruction):
@@ -134,32 +120,32 @@ def touched(trace: Trace, program: Program, device: int) -> Iterator[tuple[int, 
                 yield index, True
 
 
-def named_on(trace: Trace, program: Program, device: int) -> set[int]:
+def named_on(trace: ir.Trace, program: ir.Program, device: int) -> set[int]:
     views = {name: view.buffer for name, view in trace.outputs}
     named = {b for instruction in program.instructions[device] for b in _named(trace, program, instruction)}
     named |= {views[name] for name, holder in program.outputs if holder == device}
     return named | {b for b, home in program.homes if home == device}
 
 
-def late_at(trace: Trace, program: Program, device: int) -> int:
+def late_at(trace: ir.Trace, program: ir.Program, device: int) -> int:
     """Position of the first instruction that reads a late input."""
-    late = {b for b in trace.buffers_of(BufferKind.INPUT) if trace.buffers[b].name in LATE_INPUTS}
+    late = {b for b in trace.buffers_of(ir.BufferKind.INPUT) if trace.buffers[b].name in LATE_INPUTS}
     column = program.instructions[device]
     found = (n for n, x in enumerate(column) if not late.isdisjoint(_named(trace, program, x)))
     return next(found, len(column))
 
 
-def _named(trace: Trace, program: Program, instruction: Instruction) -> Iterator[int]:
-    if isinstance(instruction, Run):
+def _named(trace: ir.Trace, program: ir.Program, instruction: ir.Instruction) -> Iterator[int]:
+    if isinstance(instruction, ir.Run):
         launch = trace.launches[instruction.launch]
         yield from (view.buffer for view in launch.views)
         yield from (access.buffer for access in launch.accesses)
-    elif isinstance(instruction, (Send, Recv)):
+    elif isinstance(instruction, (ir.Send, ir.Recv)):
         yield program.transfers[instruction.transfer].buffer
 
 
 def _lane_bytes(
-    plan: Plan, programs: Sequence[Program], device: int, pages: dict[tuple[str, str], int]
+    plan: ir.Plan, programs: Sequence[ir.Program], device: int, pages: dict[tuple[str, str], int]
 ) -> int:
     """Adds the bytes of its home to `pages`."""
     state: dict[str, int] = {}
@@ -169,20 +155,20 @@ def _lane_bytes(
         now = 0
         for index, is_needed in touched(plan.graphs[program.step].trace, program, device):
             size, name = _aligned(buffers[index].size_bytes), buffers[index].name
-            if buffers[index].kind is BufferKind.STATE and plan.home and is_paged(name):
+            if buffers[index].kind is ir.BufferKind.STATE and plan.home and is_paged(name):
                 pages[plan.home, name] = size
-            elif buffers[index].kind is BufferKind.STATE:
+            elif buffers[index].kind is ir.BufferKind.STATE:
                 state[name] = size
             else:
                 now += size if is_needed else -size
                 most = max(most, now)
         ring = max(ring, sum(slot_bytes(plan.graphs[program.step].trace, program, device)))
-    return sum(state.values()) + most + SLOTS * ring
+    return sum(state.values()) + most + ir.SLOTS * ring
 
 
-def slot_bytes(trace: Trace, program: Program, device: int) -> tuple[int, ...]:
+def slot_bytes(trace: ir.Trace, program: ir.Program, device: int) -> tuple[int, ...]:
     """Bytes of a place for the weights of one launch."""
-    column = (x.launch for x in program.instructions[device] if isinstance(x, Fetch))
+    column = (x.launch for x in program.instructions[device] if isinstance(x, ir.Fetch))
     each = [[trace.buffers[b].size_bytes for b in fetched_by(trace, program, device, n)] for n in column]
     return tuple(map(max, zip_longest(*each, fillvalue=0)))
 
@@ -191,7 +177,7 @@ def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGN) * ALIGN
 
 
-def check_fits(plans: Sequence[Plan], found: Sequence[Footprint]) -> None:
+def check_fits(plans: Sequence[ir.Plan], found: Sequence[Footprint]) -> None:
     for device, footprint in zip(plans[0].cluster.devices, found, strict=True):
         check_memory(footprint, device.memory_bytes)
 
@@ -209,7 +195,7 @@ def check_memory(footprint: Footprint, memory_bytes: int, what: str = "") -> Non
     raise DeviceMemoryError(message, _remedy(footprint, memory_bytes), f"device {footprint.device}")
 
 
-def landing(program: Program, src: int, dst: int) -> tuple[dict[int, int], int]:
+def landing(program: ir.Program, src: int, dst: int) -> tuple[dict[int, int], int]:
     """Transfer -> offset in one microbatch's memory from src to dst, and the bytes used."""
     places: dict[int, int] = {}
     used = 0
@@ -220,7 +206,7 @@ def landing(program: Program, src: int, dst: int) -> tuple[dict[int, int], int]:
     return places, used
 
 
-def _weights(plan: Plan, programs: Programs, device: int) -> list[tuple[str, int]]:
+def _weights(plan: ir.Plan, programs: Programs, device: int) -> list[tuple[str, int]]:
     found = []
     for lane in programs:
         for program in lane:
@@ -247,7 +233,7 @@ def _gb(size_bytes: int) -> str:
     return f"{size_bytes / 1e9:.2f} GB" if size_bytes >= 1e7 else f"{size_bytes / 1e6:.3f} MB"
 
 
-def tensor_of(storage: Storage, view: View) -> torch.Tensor:
+def tensor_of(storage: Storage, view: ir.View) -> torch.Tensor:
     empty = torch.empty(0, dtype=getattr(torch, view.dtype), device=storage.device)
     return empty.set_(storage, view.offset, view.shape, view.stride)
 
@@ -267,24 +253,24 @@ def allocate(size_bytes: int) -> Storage:
     return torch.empty(size_bytes, dtype=torch.uint8).untyped_storage()
 
 
-def constant(buffer: Buffer, device: torch.device | None = None) -> Storage:
+def constant(buffer: ir.Buffer, device: torch.device | None = None) -> Storage:
     data = torch.frombuffer(bytearray.fromhex(buffer.constant_hex), dtype=torch.uint8)
     return data.to(device or torch.device("cpu"), copy=True).untyped_storage()
 
 
-def fresh(trace: Trace, device: torch.device, fill: Callable[..., torch.Tensor] = torch.empty) -> Make:
+def fresh(trace: ir.Trace, device: torch.device, fill: Callable[..., torch.Tensor] = torch.empty) -> Make:
     sizes = [buffer.size_bytes for buffer in trace.buffers]
     return lambda buffer: fill(sizes[buffer], dtype=torch.uint8, device=device).untyped_storage()
 
 
-def is_allocation(trace: Trace, launch: int) -> bool:
+def is_allocation(trace: ir.Trace, launch: int) -> bool:
     """True if the result is uninitialised memory."""
     return trace.kernel_of(launch).name.startswith(("aten.empty", "aten.new_empty"))
 
 
 def bind_storages(
-    trace: Trace,
-    kinds: Collection[BufferKind],
+    trace: ir.Trace,
+    kinds: Collection[ir.BufferKind],
     tensors: Mapping[str, torch.Tensor],
     device: torch.device | None = None,
     is_partial: bool = False,
@@ -330,12 +316,12 @@ def copied(view: torch.Tensor, is_shared_memory: bool = False) -> torch.Tensor:
     return flat.copy_(view)
 
 
-def storage_of(buffer: Buffer, tensors: Mapping[str, torch.Tensor]) -> Storage:
+def storage_of(buffer: ir.Buffer, tensors: Mapping[str, torch.Tensor]) -> Storage:
     if not {buffer.name, whole_of(buffer.name)} & tensors.keys():
         raise MismatchError(f"there is no {buffer.kind} '{buffer.name}'", REMEDY)
     given = tensors[buffer.name] if buffer.name in tensors else copied(part_of(buffer.name, tensors))
     given = given.detach()
-    if buffer.kind is BufferKind.INPUT and given.nbytes < buffer.size_bytes and given.is_contiguous():
+    if buffer.kind is ir.BufferKind.INPUT and given.nbytes < buffer.size_bytes and given.is_contiguous():
         padded = torch.zeros(buffer.size_bytes, dtype=torch.uint8, device=given.device)
         padded[: given.nbytes] = given.reshape(-1).view(torch.uint8)
         return padded.untyped_storage()
@@ -407,10 +393,10 @@ class PlacedMemory(Memory):
 
 @dataclass(frozen=True)
 class ProgramMemory:
-    program: Program
+    program: ir.Program
     memory: PlacedMemory
     given: dict[str, int]
-    outputs: dict[str, View]
+    outputs: dict[str, ir.View]
     state: dict[str, torch.Tensor]
     until_wait_us: Sequence[float]
     late_at: int
@@ -423,14 +409,14 @@ class DeviceState:
 
     def __init__(self, device: int, card: torch.device) -> None:
         self._device, self._card = device, card
-        self.traces: list[Trace] = []
+        self.traces: list[ir.Trace] = []
         self.homes: dict[int, dict[str, Storage]] = defaultdict(dict)
         # Plans may have state of different sizes under one name.
         self.own: dict[tuple[int, str, int], Storage] = {}
         # (microbatch, bytes of a place)
         self.rings: dict[tuple[int, tuple[int, ...]], list[list[Storage]]] = {}
 
-    def buffer(self, microbatch: int, program: Program, index: int) -> Storage:
+    def buffer(self, microbatch: int, program: ir.Program, index: int) -> Storage:
         """Zeros at first: finite, and valid indices."""
         buffer = self.traces[program.step].buffers[index]
         held: dict[Any, Storage] = self.own
@@ -441,7 +427,7 @@ class DeviceState:
             held[key] = self._zeros(buffer.size_bytes)
         return held[key]
 
-    def named(self, microbatch: int, program: Program) -> dict[str, torch.Tensor]:
+    def named(self, microbatch: int, program: ir.Program) -> dict[str, torch.Tensor]:
         buffers, found = self.traces[program.step].buffers, dict[str, torch.Tensor]()
         for index, home in program.homes:
             if home == self._device:
@@ -449,7 +435,7 @@ class DeviceState:
                 found[buffers[index].name] = bytes_of(storage, 0, storage.nbytes())
         return found
 
-    def find(self, place: StatePlace, name: str, programs: Sequence[Sequence[Program]]) -> Storage | None:
+    def find(self, place: StatePlace, name: str, programs: Sequence[Sequence[ir.Program]]) -> Storage | None:
         """`programs`: by lane. None: not here."""
         number, microbatch = place
         if microbatch < 0:
@@ -460,16 +446,17 @@ class DeviceState:
                     return self.buffer(microbatch, program, index)
         return None
 
-    def slots(self, microbatch: int, program: Program) -> Slots:
+    def slots(self, microbatch: int, program: ir.Program) -> Slots:
         trace = self.traces[program.step]
         sizes = slot_bytes(trace, program, self._device)
         if (microbatch, sizes) not in self.rings:
-            self.rings[microbatch, sizes] = [[self._zeros(size) for size in sizes] for _ in range(SLOTS)]
+            self.rings[microbatch, sizes] = [[self._zeros(size) for size in sizes] for _ in range(ir.SLOTS)]
         ring = self.rings[microbatch, sizes]
-        launches = [x.launch for x in program.instructions[self._device] if isinstance(x, Fetch)]
+        launches = [x.launch for x in program.instructions[self._device] if isinstance(x, ir.Fetch)]
         weights = [fetched_by(trace, program, self._device, launch) for launch in launches]
         return {
-            launch: dict(zip(weights[n], ring[n % SLOTS], strict=False)) for n, launch in enumerate(launches)
+            launch: dict(zip(weights[n], ring[n % ir.SLOTS], strict=False))
+            for n, launch in enumerate(launches)
         }
 
     def _zeros(self, size_bytes: int) -> Storage:
@@ -482,18 +469,18 @@ class WorkerMemory(DeviceState):
         self._weights: list[dict[int, Storage]] = []
         self._pools: dict[int, dict[int, list[Storage]]] = defaultdict(dict)
 
-    def add_step(self, trace: Trace, weights: dict[int, Storage]) -> None:
+    def add_step(self, trace: ir.Trace, weights: dict[int, Storage]) -> None:
         self.traces.append(trace)
         self._weights.append(weights)
 
-    def add_homes(self, programs: Iterable[Program]) -> None:
+    def add_homes(self, programs: Iterable[ir.Program]) -> None:
         for program in programs:
             for index, device in program.homes:
                 name = self.traces[program.step].buffers[index].name
                 if device == self._device and is_shared(program, name):
                     self.buffer(0, program, index)
 
-    def program_memory(self, microbatch: int, program: Program, us: Sequence[float]) -> ProgramMemory:
+    def program_memory(self, microbatch: int, program: ir.Program, us: Sequence[float]) -> ProgramMemory:
         trace, device = self.traces[program.step], self._device
         places = self._places(microbatch, program)
         memory = PlacedMemory(self._weights[program.step], places)
@@ -505,19 +492,19 @@ class WorkerMemory(DeviceState):
         until: Sequence[float] = ()
         if us:
             until = until_wait(
-                program.instructions[device], lambda x: us[x.launch] if isinstance(x, Run) else 0.0
+                program.instructions[device], lambda x: us[x.launch] if isinstance(x, ir.Run) else 0.0
             )
         late = late_at(trace, program, device)
         return ProgramMemory(program, memory, given, outputs, state, until, late)
 
-    def _places(self, microbatch: int, program: Program) -> dict[int, Storage]:
+    def _places(self, microbatch: int, program: ir.Program) -> dict[int, Storage]:
         trace, pool = self.traces[program.step], self._pools[microbatch]
         free = {size: list(held) for size, held in pool.items()}
         places: dict[int, Storage] = {}
         for buffer, is_needed in touched(trace, program, self._device):
             found = trace.buffers[buffer]
             size = found.size_bytes
-            if found.kind is BufferKind.STATE:
+            if found.kind is ir.BufferKind.STATE:
                 places[buffer] = self.buffer(microbatch, program, buffer)
             elif not is_needed:
                 free.setdefault(size, []).append(places[buffer])

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from tessera import ir
 from tessera.errors import TesseraError, WorkerError
 from tessera.execute.engine_connection import EngineConnection
 from tessera.execute.launcher import Launcher
@@ -38,19 +39,6 @@ from tessera.execute.processes import take_over
 from tessera.execute.schedule import Job, Queue
 from tessera.execute.transport import TransferArrived, open_transport
 from tessera.execute.worker_loop import DeviceWorker
-from tessera.ir import (
-    AWAY,
-    BufferKind,
-    Device,
-    DeviceKind,
-    Fetch,
-    Instruction,
-    Recv,
-    Run,
-    Send,
-    Trace,
-    View,
-)
 from tessera.ir.host import host_nodes
 from tessera.kernels import PARTS
 
@@ -82,7 +70,7 @@ class CpuWorker(DeviceWorker):
         # Run -> (transfer, start, arrival); transfers may arrive before the order of their run.
         self._arrivals: dict[int, list[tuple[int, float, float]]] = {}
         self._launchers: list[Launcher] = []
-        self._mixtures: dict[tuple[int, int], tuple[str, View]] = {}
+        self._mixtures: dict[tuple[int, int], tuple[str, ir.View]] = {}
         self._memory = WorkerMemory(setup.device)
         self._programs_memory: dict[tuple[int, int, int], ProgramMemory] = {}
         self._add(LoadLanes(setup.programs, setup.traces))
@@ -118,7 +106,7 @@ class CpuWorker(DeviceWorker):
         for trace in new.traces:
             self._mixtures |= {(len(self._launchers), n): found for n, found in mixtures_of(trace).items()}
             self._launchers.append(Launcher(trace, torch.device("cpu")))
-            kinds = (BufferKind.WEIGHT,)
+            kinds = (ir.BufferKind.WEIGHT,)
             self._memory.add_step(trace, bind_storages(trace, kinds, self._setup.weights, is_partial=True))
         self._programs += new.programs
         self._memory.add_homes(self._live)
@@ -163,18 +151,20 @@ class CpuWorker(DeviceWorker):
         self._progress[2 * order.microbatch] = order.run
 
     def _action(
-        self, instruction: Instruction, here: ProgramMemory, microbatch: int
+        self, instruction: ir.Instruction, here: ProgramMemory, microbatch: int
     ) -> Callable[[_Active], object] | None:
         """An instruction bound to the places of its buffers, which stay; None if there is nothing to do."""
         match instruction:
-            case Run(launch):
+            case ir.Run(launch):
                 return self._launch(launch, here)
-            case Fetch(launch):
+            case ir.Fetch(launch):
                 return lambda active: here.memory.fetch(launch)
-            case Send(number) | Recv(number):
+            case ir.Send(number) | ir.Recv(number):
                 found = here.program.transfers[number]
                 contents = bytes_of(here.memory.get(found.buffer), found.start, found.stop)
-                make = self._transport.sender if isinstance(instruction, Send) else self._transport.receiver
+                make = (
+                    self._transport.sender if isinstance(instruction, ir.Send) else self._transport.receiver
+                )
                 move = make(here.program, microbatch, number, contents)
                 return lambda active: move(active.order.run)
         return None
@@ -272,12 +262,12 @@ class CpuWorker(DeviceWorker):
             self._begin(following)
 
 
-def mixtures_of(trace: Trace) -> dict[int, tuple[str, View]]:
+def mixtures_of(trace: ir.Trace) -> dict[int, tuple[str, ir.View]]:
     """Part of a mixture -> its scope, and the ends of its experts' rows."""
     found = {}
     for number, launch in enumerate(trace.launches):
         place = PARTS.get(trace.kernel_of(number).name)
-        if place is not None and isinstance(ends := launch.args[place], View):
+        if place is not None and isinstance(ends := launch.args[place], ir.View):
             found[number] = launch.scope, ends
     return found
 
@@ -341,7 +331,7 @@ def serve(setup: Setup, engine: EngineConnection) -> None:
         engine.close()
 
 
-def _take_cores(device: Device) -> None:
+def _take_cores(device: ir.Device) -> None:
     """A CPU worker has its share of a NUMA node's cores, other workers one thread."""
     torch.set_num_threads(max(1, device.num_cores))
     if device.num_cores:
@@ -351,7 +341,7 @@ def _take_cores(device: Device) -> None:
 
 
 def _backend(setup: Setup, engine: EngineConnection) -> DeviceWorker:
-    if setup.cluster.devices[setup.device].kind is DeviceKind.CUDA:
+    if setup.cluster.devices[setup.device].kind is ir.DeviceKind.CUDA:
         from tessera.execute.cuda.worker import CudaWorker
 
         if not torch.cuda.is_available():
@@ -359,7 +349,7 @@ def _backend(setup: Setup, engine: EngineConnection) -> DeviceWorker:
                 "this machine has no CUDA device", "Start it where the GPU is; rank 0 computes too."
             )
         # Ordinals as this machine counts them, also where rank 0 computes beside the engine.
-        devices = (replace(x, ordinal=0) if x.ordinal == AWAY else x for x in setup.cluster.devices)
+        devices = (replace(x, ordinal=0) if x.ordinal == ir.AWAY else x for x in setup.cluster.devices)
         cluster = replace(setup.cluster, devices=tuple(devices))
         return CudaWorker(replace(setup, cluster=cluster), engine)
     return CpuWorker(setup, engine)

@@ -26,24 +26,12 @@ import msgspec
 import torch
 
 import tessera
+from tessera import ir
 from tessera.capture import place_of, record, record_sizes
 from tessera.capture.models.checkpoint import blamed_for_run
 from tessera.errors import CaptureError, DeviceMemoryError, MismatchError, PlanInfeasible, TesseraError
 from tessera.execute.processes import FORKSERVER, warm_up
 from tessera.execute.worker_stepper import MakeHub, WorkerStepper
-from tessera.ir import (
-    AWAY,
-    BufferKind,
-    Cluster,
-    Costs,
-    Device,
-    DeviceKind,
-    Plan,
-    Role,
-    ServicePlan,
-    Trace,
-    WorkUnit,
-)
 from tessera.ir.files import cache_folder, chunks_of, parse, write_whole
 from tessera.serve.groups import plans_of
 from tessera.serve.pages import modest_bytes, steady
@@ -99,7 +87,7 @@ class KeptModel:
 @dataclass(frozen=True)
 class Prepared:
     model: "ServedModel | KeptModel"
-    policies: tuple[ServicePlan, ...]
+    policies: tuple[ir.ServicePlan, ...]
     # None: plans stay.
     planner: "ServicePlanner | None" = None
     # Measured time = modelled time x scale; 1 where no device is dilated.
@@ -107,7 +95,7 @@ class Prepared:
     capture_s: float = 0.0
 
     @property
-    def plans(self) -> tuple[Plan, ...]:
+    def plans(self) -> tuple[ir.Plan, ...]:
         return plans_of(self.policies)
 
     def workers(self, transport: str = "auto", hub: MakeHub | None = None) -> WorkerStepper:
@@ -137,17 +125,17 @@ class StepBackend(Protocol):
         """Starts what `capture` can do before the model is built; `is_early`: its own steps too."""
         return
 
-    def capture(self, model: "ServedModel", advance: Listener) -> list[Trace]: ...
+    def capture(self, model: "ServedModel", advance: Listener) -> list[ir.Trace]: ...
 
-    def price(self, unit: WorkUnit, model: "ServedModel", advance: Listener) -> tuple[Costs, ...]: ...
+    def price(self, unit: ir.WorkUnit, model: "ServedModel", advance: Listener) -> tuple[ir.Costs, ...]: ...
 
-    def scale(self, plan: Plan, model: "ServedModel") -> float:
+    def scale(self, plan: ir.Plan, model: "ServedModel") -> float:
         return 1.0
 
 
 @dataclass(frozen=True)
 class CpuBackend(StepBackend):
-    cluster: Cluster
+    cluster: ir.Cluster
     microbatches: int
     store: Path | None = None
     frequencies: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -175,11 +163,11 @@ class CpuBackend(StepBackend):
                 served(model, spec, max_bytes=MAX_BYTES, room_bytes=room_bytes, pool_bytes=pool_bytes)
             )
 
-    def capture(self, model: "ServedModel", advance: Listener) -> list[Trace]:
+    def capture(self, model: "ServedModel", advance: Listener) -> list[ir.Trace]:
         with blamed_for_run(model.model):
             return self._divided([record(workload) for workload in model.workloads])
 
-    def _divided(self, traces: list[Trace]) -> list[Trace]:
+    def _divided(self, traces: list[ir.Trace]) -> list[ir.Trace]:
         from tessera.capture.divide import divide, division_for
 
         division = division_for(self.cluster, traces)
@@ -187,7 +175,7 @@ class CpuBackend(StepBackend):
             return traces
         return [divide(trace, division, self.frequencies).trace for trace in traces]
 
-    def price(self, unit: WorkUnit, model: "ServedModel", advance: Listener) -> tuple[Costs, ...]:
+    def price(self, unit: ir.WorkUnit, model: "ServedModel", advance: Listener) -> tuple[ir.Costs, ...]:
         from tessera import flow
         from tessera.profile.measured import combine, measure, needs_measuring
         from tessera.profile.store import Store, default_store, until
@@ -198,7 +186,7 @@ class CpuBackend(StepBackend):
 
         store = partial(Store, self.store or default_store(), any_clock=True, spare=warn)
 
-        def price(trace: Trace) -> Costs:
+        def price(trace: ir.Trace) -> ir.Costs:
             measured = {}
             for device in self.cluster.devices:
                 if needs_measuring(device):
@@ -210,13 +198,13 @@ class CpuBackend(StepBackend):
 
         return tuple(price(graph.trace) for graph in unit.graphs)
 
-    def _only(self, trace: Trace, device: Device) -> frozenset[int] | None:
+    def _only(self, trace: ir.Trace, device: ir.Device) -> frozenset[int] | None:
         """Launches that a host may run for a GPU: those that read weights, and joins. None: all."""
         from tessera.capture.divide import JOINS, division_for
 
         if not device.is_cpu or division_for(self.cluster, [trace]) is None:
             return None
-        weights = set(trace.buffers_of(BufferKind.WEIGHT))
+        weights = set(trace.buffers_of(ir.BufferKind.WEIGHT))
         return frozenset(
             number
             for number, launch in enumerate(trace.launches)
@@ -237,7 +225,7 @@ class HostBackend(CpuBackend):
         from tessera.serve.gpu import made_on
         from tessera.serve.steps import for_host, refuse_sight, served
 
-        card = next(d for d in self.cluster.devices if d.kind is DeviceKind.CUDA)
+        card = next(d for d in self.cluster.devices if d.kind is ir.DeviceKind.CUDA)
         (pool_bytes,) = self.memory_bytes
         with made_on(f"cuda:{card.ordinal}", model, spec.seed):
             sizes = replace(spec, max_batch_tokens=spec.max_batch_tokens or HOST_BATCH_TOKENS)
@@ -272,17 +260,17 @@ class AwayBackend(CpuBackend):
                 model, sizes, min_size=AWAY_MIN_SIZE, room_bytes=self.memory_bytes, pool_bytes=float("inf")
             )
 
-    def capture(self, model: "ServedModel", advance: Listener) -> list[Trace]:
+    def capture(self, model: "ServedModel", advance: Listener) -> list[ir.Trace]:
         from tessera.serve.steps import refuse_sight
 
         refuse_sight(model)
         return record_sizes([workload.step for workload in model.workloads])
 
 
-def _check_host(cluster: Cluster) -> None:
-    others = [d.name for d in cluster.devices if not d.is_cpu and d.kind is not DeviceKind.CUDA]
-    dilated = [d.name for d in cluster.devices if d.is_dilated or d.num_sms or d.ordinal == AWAY]
-    modelled = [d.name for d in cluster.devices if d.is_cpu and d.kind is not DeviceKind.CPU]
+def _check_host(cluster: ir.Cluster) -> None:
+    others = [d.name for d in cluster.devices if not d.is_cpu and d.kind is not ir.DeviceKind.CUDA]
+    dilated = [d.name for d in cluster.devices if d.is_dilated or d.num_sms or d.ordinal == ir.AWAY]
+    modelled = [d.name for d in cluster.devices if d.is_cpu and d.kind is not ir.DeviceKind.CPU]
     for name in (*others, *dilated, *modelled):
         message = f"{name} cannot serve beside a GPU of this machine and its CPU"
         raise TesseraError(message, "Name whole GPUs and cpu: --devices cuda:0,cpu.", "--devices")
@@ -290,10 +278,10 @@ def _check_host(cluster: Cluster) -> None:
 
 def prepare(
     model: str,
-    cluster: Cluster,
+    cluster: ir.Cluster,
     spec: ServeSpec,
     *,
-    plan: ServicePlan | None = None,
+    plan: ir.ServicePlan | None = None,
     store: Path | None = None,
     kept: Path | None = None,
     is_compiled: bool = True,
@@ -333,13 +321,13 @@ def prepare(
     return prepared
 
 
-def _backend(cluster: Cluster, spec: ServeSpec, store: Path | None, is_compiled: bool) -> StepBackend:
+def _backend(cluster: ir.Cluster, spec: ServeSpec, store: Path | None, is_compiled: bool) -> StepBackend:
     given = (cluster, spec.microbatches, store, dict(spec.expert_frequencies), spec.memory_share)
-    if not any(d.kind is DeviceKind.CUDA and d.ordinal != AWAY for d in cluster.devices):
+    if not any(d.kind is ir.DeviceKind.CUDA and d.ordinal != ir.AWAY for d in cluster.devices):
         warm_up()  # in parallel with capture and planning
-        is_away = all(device.ordinal == AWAY for device in cluster.devices)
+        is_away = all(device.ordinal == ir.AWAY for device in cluster.devices)
         return AwayBackend(*given) if is_away else CpuBackend(*given)
-    if any(d.kind is not DeviceKind.CUDA for d in cluster.devices):
+    if any(d.kind is not ir.DeviceKind.CUDA for d in cluster.devices):
         _check_host(cluster)
         return HostBackend(*given, launch_s=HOST_LAUNCH_S)
     from tessera.serve.gpu import GpuBackend
@@ -347,7 +335,7 @@ def _backend(cluster: Cluster, spec: ServeSpec, store: Path | None, is_compiled:
     return GpuBackend(cluster, spec, is_compiled)
 
 
-def check_plan(plan: ServicePlan, model: str, cluster: Cluster) -> None:
+def check_plan(plan: ir.ServicePlan, model: str, cluster: ir.Cluster) -> None:
     if place_of(plan.model) != place_of(model):
         raise MismatchError(f"the plan is for {plan.model}, not {model}", f"Serve {plan.model}.", "--plan")
     theirs, ours = ([d.gpu or d.name for d in c.devices] for c in (plan.cluster, cluster))
@@ -356,7 +344,7 @@ def check_plan(plan: ServicePlan, model: str, cluster: Cluster) -> None:
         raise MismatchError(message, "Name the plan's devices in its order, or plan for these.", "--plan")
 
 
-def _for_load(model: str, cluster: Cluster, spec: ServeSpec, advance: Listener) -> ServicePlan | None:
+def _for_load(model: str, cluster: ir.Cluster, spec: ServeSpec, advance: Listener) -> ir.ServicePlan | None:
     """None: sizes are given, a device has no cost model, or steps cannot have any size."""
     from tessera.plan import search_config
     from tessera.profile.measured import needs_measuring
@@ -385,8 +373,8 @@ def _for_load(model: str, cluster: Cluster, spec: ServeSpec, advance: Listener) 
 
 def _follow(
     model: "ServedModel",
-    plan: ServicePlan,
-    cluster: Cluster,
+    plan: ir.ServicePlan,
+    cluster: ir.Cluster,
     backend: StepBackend,
     spec: ServeSpec,
     advance: Listener,
@@ -421,7 +409,7 @@ def _follow(
 
 
 def _plan(
-    model: "ServedModel", cluster: Cluster, spec: ServeSpec, backend: StepBackend, advance: Listener
+    model: "ServedModel", cluster: ir.Cluster, spec: ServeSpec, backend: StepBackend, advance: Listener
 ) -> Prepared:
     from tessera import flow
     from tessera.serve.policies import ServicePlanner
@@ -478,7 +466,7 @@ def find(key: str, folder: Path, build: Callable[[], "ServedModel"], spec: Serve
         if digest.decode() != _digest(key, body):
             return None
         kept = msgspec.msgpack.decode(body, type=_Kept)
-        policies = tuple(parse(ServicePlan, raw, str(path)) for raw in kept.policies)
+        policies = tuple(parse(ir.ServicePlan, raw, str(path)) for raw in kept.policies)
         model: ServedModel | KeptModel | None = None
         if kept.shape is not None:
             weights = torch.load(io.BytesIO(kept.weights), weights_only=True)
@@ -491,12 +479,12 @@ def find(key: str, folder: Path, build: Callable[[], "ServedModel"], spec: Serve
 
 
 def planner_of(
-    model: "ServedModel | KeptModel", policies: Sequence[ServicePlan], spec: ServeSpec
+    model: "ServedModel | KeptModel", policies: Sequence[ir.ServicePlan], spec: ServeSpec
 ) -> "ServicePlanner":
     """A planner over the captured steps of the group that can serve alone."""
     from tessera.serve.policies import ServicePlanner
 
-    group = max(policies[0].groups, key=lambda g: (g.role is not Role.PROMPTS, len(g.sizes)))
+    group = max(policies[0].groups, key=lambda g: (g.role is not ir.Role.PROMPTS, len(g.sizes)))
     plan, shape = group.plan, model.shape
     if shape.of_group(group) != replace(shape, microbatches=group.microbatches):
         total = sum(group.microbatches for group in policies[0].groups)

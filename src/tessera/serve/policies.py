@@ -15,24 +15,12 @@ from functools import cached_property
 
 import numpy as np
 
+from tessera import ir
 from tessera.adapt.capability import Capability
 from tessera.adapt.drift import Factors
 from tessera.errors import DeviceMemoryError, PlanInfeasible, UnknownName
 from tessera.execute.lower import homes_of
 from tessera.execute.memory import check_fits, footprints, ready_programs
-from tessera.ir import (
-    Cluster,
-    Costs,
-    Expected,
-    Graph,
-    Group,
-    Load,
-    Placement,
-    Rival,
-    Role,
-    ServicePlan,
-    WorkUnit,
-)
 from tessera.plan.fluid import (
     DATA_PARALLEL,
     FRACTIONAL,
@@ -70,24 +58,24 @@ class ServicePlanner:
     model: str
     # The default group's.
     shape: Shape
-    unit: WorkUnit
-    costs: tuple[Costs, ...]
-    cluster: Cluster
-    load: Load
+    unit: ir.WorkUnit
+    costs: tuple[ir.Costs, ...]
+    cluster: ir.Cluster
+    load: ir.Load
     effort: str = "full"
     sees: bool = False
     # Empty: those of a given plan stay.
     names: tuple[str, ...] = (AUTO,)
 
-    def plans(self, names: Sequence[str]) -> tuple[ServicePlan, ...]:
+    def plans(self, names: Sequence[str]) -> tuple[ir.ServicePlan, ...]:
         """The best of `auto` first; raises PlanInfeasible if a name has no plan."""
-        found: list[ServicePlan] = []
+        found: list[ir.ServicePlan] = []
         for name in names:
             chosen = self.auto() if name == AUTO else (self.best(name),)
             found += [plan for plan in chosen if plan.policy not in [p.policy for p in found]]
         return tuple(found)
 
-    def auto(self) -> tuple[ServicePlan, ...]:
+    def auto(self) -> tuple[ir.ServicePlan, ...]:
         if len(self.cluster.devices) == 1:
             return (self.best(SINGLE),)
         chosen = self._planned(DRAFTED)
@@ -100,31 +88,31 @@ class ServicePlanner:
             return (chosen,)
         return (chosen, latency) if self._is_quicker(latency, chosen) else (chosen,)
 
-    def _is_quicker(self, one: ServicePlan, other: ServicePlan) -> bool:
+    def _is_quicker(self, one: ir.ServicePlan, other: ir.ServicePlan) -> bool:
         alone = [self._rehearse(plan, self.load, 1).tpot_ms for plan in (one, other)]
         return alone[0] * (1.0 + COST_ERROR) < alone[1]
 
-    def _rehearse(self, plan: ServicePlan, load: Load, clients: int | None = None) -> Expected:
+    def _rehearse(self, plan: ir.ServicePlan, load: ir.Load, clients: int | None = None) -> ir.Expected:
         return rehearse(plan, load, clients, shape=self.shape)
 
-    def best(self, name: str) -> ServicePlan:
+    def best(self, name: str) -> ir.ServicePlan:
         if name in SPLITS and not self._drafts.can_move:
             message = f"{name} needs a model without pictures"
             raise PlanInfeasible(message, "Choose another --policy.")
         return replace(self._planned((name,)), rivals=())
 
-    def _planned(self, names: Sequence[str]) -> ServicePlan:
+    def _planned(self, names: Sequence[str]) -> ir.ServicePlan:
         """All of these policies are rivals of the best."""
         errors: list[PlanInfeasible | DeviceMemoryError] = []
 
-        def make(draft: ServiceDraft) -> ServicePlan:
+        def make(draft: ServiceDraft) -> ir.ServicePlan:
             try:
                 groups = tuple(self._group(draft.policy, group) for group in draft.groups)
                 check_groups(groups)
             except (PlanInfeasible, DeviceMemoryError) as error:
                 errors.append(error)
                 raise
-            return ServicePlan(self.model, draft.policy, self.load, groups)
+            return ir.ServicePlan(self.model, draft.policy, self.load, groups)
 
         if not any(self._drafts.drafts(name) for name in names):
             raise PlanInfeasible(f"no policy of {', '.join(names)} applies to {self.model} on these devices")
@@ -147,13 +135,13 @@ class ServicePlanner:
             not self.sees, (), True, shape.microbatches, shape.rows, shape.sizes,
         )  # fmt: skip
 
-    def _group(self, policy: str, draft: GroupDraft) -> Group:
+    def _group(self, policy: str, draft: GroupDraft) -> ir.Group:
         if len(draft.devices) == 1:
             return self._on(draft.devices[0], draft.role, draft.microbatches)
         placement = self._searched(policy, self._counted, draft.microbatches)
         return self._along(policy, placement, draft.microbatches)
 
-    def _searched(self, policy: str, unit: WorkUnit, microbatches: int) -> Placement:
+    def _searched(self, policy: str, unit: ir.WorkUnit, microbatches: int) -> ir.Placement:
         from tessera.plan import search_config
         from tessera.plan.solve import place
         from tessera.simulate import SteadyRates
@@ -161,7 +149,7 @@ class ServicePlanner:
         search = search_config(self.effort)
         return place(unit, self.costs, self.cluster, policy, microbatches, search, SteadyRates())
 
-    def follow(self, group: Group, policy: str) -> Group:
+    def follow(self, group: ir.Group, policy: str) -> ir.Group:
         """Placed as planned if the launches are the same, else searched."""
         used, plan = group.plan.used, group.plan
         if len(used) == 1:
@@ -174,44 +162,46 @@ class ServicePlanner:
         return replace(group, plan=made)
 
     @cached_property
-    def _counted(self) -> WorkUnit:
+    def _counted(self) -> ir.WorkUnit:
         try:
             base = self.best(DATA_PARALLEL if len(self.cluster.devices) > 1 else SINGLE)
         except (PlanInfeasible, DeviceMemoryError):  # a device cannot hold the model: by its times alone
-            group = self._on(0, Role.MIXED, self.shape.microbatches)
-            base = ServicePlan(self.model, SINGLE, self.load, (group,))
+            group = self._on(0, ir.Role.MIXED, self.shape.microbatches)
+            base = ir.ServicePlan(self.model, SINGLE, self.load, (group,))
             base = replace(base, expected=self._rehearse(base, self.load))
         assert base.expected is not None
         runs = [sum(counts) for counts in zip(*base.expected.steps, strict=True)]
         scale = min(MAX_RUNS, max(len(runs), self.load.output_tokens)) / max(1, sum(runs))
         return replace(self.unit, counts=tuple(max(1, round(num * scale)) for num in runs))
 
-    def _on(self, device: int, role: Role, microbatches: int) -> Group:
+    def _on(self, device: int, role: ir.Role, microbatches: int) -> ir.Group:
         """Groups on one device that have as many pages share them."""
-        placement = Placement(tuple((device,) * len(graph.trace.launches) for graph in self.unit.graphs))
+        placement = ir.Placement(tuple((device,) * len(graph.trace.launches) for graph in self.unit.graphs))
         home = f"{self.cluster.names[device]} {self.shape.pool_tokens}"
         return self._group_along(placement, role, microbatches, home)
 
-    def _group_along(self, placement: Placement, role: Role, microbatches: int, home: str) -> Group:
+    def _group_along(self, placement: ir.Placement, role: ir.Role, microbatches: int, home: str) -> ir.Group:
         from tessera.plan.solve import lane_plan
 
         plan = lane_plan(self.unit, self.costs, self.cluster, placement, microbatches, home)
-        return Group(role, plan, self.shape.rows, microbatches)
+        return ir.Group(role, plan, self.shape.rows, microbatches)
 
-    def _along(self, name: str, placement: Placement, microbatches: int) -> Group:
+    def _along(self, name: str, placement: ir.Placement, microbatches: int) -> ir.Group:
         used = sorted({device for step in placement.devices for device in step})
         if len(used) == 1 and not placement.fetched:
-            return self._on(used[0], Role.MIXED, max(1, self.shape.microbatches // len(self.cluster.devices)))
+            return self._on(
+                used[0], ir.Role.MIXED, max(1, self.shape.microbatches // len(self.cluster.devices))
+            )
         pages = homes_of(self.unit.graphs[-1], placement.devices[-1])
         digest = hashlib.sha256(repr(pages).encode()).hexdigest()[:12]
-        return self._group_along(placement, Role.MIXED, microbatches, f"{name}-{digest}")
+        return self._group_along(placement, ir.Role.MIXED, microbatches, f"{name}-{digest}")
 
-    def corrected(self, policies: tuple[ServicePlan, ...], factors: Factors) -> tuple[ServicePlan, ...]:
+    def corrected(self, policies: tuple[ir.ServicePlan, ...], factors: Factors) -> tuple[ir.ServicePlan, ...]:
         """A policy is planned again if that is better by `LEAST_GAIN`."""
         planner = replace(self, costs=factors.apply(self.unit, self._costs_in(policies)))
         return tuple(planner.better(recosted(policy, factors)) for policy in policies)
 
-    def learned(self, policies: tuple[ServicePlan, ...], load: Load) -> tuple[ServicePlan, ...]:
+    def learned(self, policies: tuple[ir.ServicePlan, ...], load: ir.Load) -> tuple[ir.ServicePlan, ...]:
         """New policies if the first is better by more than the costs' error."""
         planner = replace(self, load=load, costs=self._costs_in(policies))
         before = tuple(
@@ -229,14 +219,14 @@ class ServicePlanner:
         """GPUs beside their host have no room for the weights of a second placement."""
         return len({device.is_cpu for device in self.cluster.devices}) > 1
 
-    def _costs_in(self, policies: tuple[ServicePlan, ...]) -> tuple[Costs, ...]:
+    def _costs_in(self, policies: tuple[ir.ServicePlan, ...]) -> tuple[ir.Costs, ...]:
         plans = (plan for policy in policies for plan in policy.plans)
         return next((x.costs for x in plans if x.unit.graphs == self.unit.graphs), self.costs)
 
-    def rate(self, policies: tuple[ServicePlan, ...]) -> tuple[Capability, ...]:
+    def rate(self, policies: tuple[ir.ServicePlan, ...]) -> tuple[Capability, ...]:
         return rated(policies, self.shape)
 
-    def better(self, old: ServicePlan) -> ServicePlan:
+    def better(self, old: ir.ServicePlan) -> ir.ServicePlan:
         old = replace(old, expected=self._rehearse(old, self.load))
         if self.is_beside_host:
             return old
@@ -245,15 +235,17 @@ class ServicePlanner:
         before, after = (self._rehearse(plan, self.load, clients) for plan in (old, new))
         return new if after.tokens_per_s >= LEAST_GAIN * before.tokens_per_s else old
 
-    def without(self, policies: tuple[ServicePlan, ...], lost: Collection[str]) -> tuple[ServicePlan, ...]:
+    def without(
+        self, policies: tuple[ir.ServicePlan, ...], lost: Collection[str]
+    ) -> tuple[ir.ServicePlan, ...]:
         """Policies that need a lost device become mixed groups on all others."""
         left = [d for d, name in enumerate(self.cluster.names) if name not in lost]
         if not left:
             raise PlanInfeasible("no device is left")
         each = max(1, self.shape.microbatches // len(left))
-        groups = tuple(self._on(device, Role.MIXED, each) for device in left)
+        groups = tuple(self._on(device, ir.Role.MIXED, each) for device in left)
         check_groups(groups)
-        around = ServicePlan(self.model, "", self.load, groups)
+        around = ir.ServicePlan(self.model, "", self.load, groups)
         around = replace(around, expected=self._rehearse(around, self.load))
         return tuple(
             replace(around, policy=policy.policy)
@@ -263,7 +255,7 @@ class ServicePlanner:
         )
 
 
-def recosted(policy: ServicePlan, factors: Factors) -> ServicePlan:
+def recosted(policy: ir.ServicePlan, factors: Factors) -> ir.ServicePlan:
     groups = [
         replace(g, plan=replace(g.plan, costs=factors.apply(g.plan.unit, g.plan.costs)))
         for g in policy.groups
@@ -271,20 +263,20 @@ def recosted(policy: ServicePlan, factors: Factors) -> ServicePlan:
     return replace(policy, groups=tuple(groups))
 
 
-def _kernels(graph: Graph) -> list[str]:
+def _kernels(graph: ir.Graph) -> list[str]:
     return [graph.trace.kernel_of(launch).name for launch in range(len(graph.trace.launches))]
 
 
-def check_groups(groups: Sequence[Group]) -> None:
+def check_groups(groups: Sequence[ir.Group]) -> None:
     plans = list({id(group.plan): group.plan for group in groups}.values())
     check_fits(plans, footprints(plans, [ready_programs(plan) for plan in plans]))
 
 
-def _merit(plan: ServicePlan) -> tuple[bool, float]:
+def _merit(plan: ir.ServicePlan) -> tuple[bool, float]:
     assert plan.expected is not None
     return plan.expected.is_within(plan.load), plan.expected.tokens_per_s
 
 
-def _rival(plan: ServicePlan) -> Rival:
+def _rival(plan: ir.ServicePlan) -> ir.Rival:
     assert plan.expected is not None
-    return Rival(plan.policy, tuple(group.size for group in plan.groups), plan.expected)
+    return ir.Rival(plan.policy, tuple(group.size for group in plan.groups), plan.expected)

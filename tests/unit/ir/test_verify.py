@@ -121,7 +121,7 @@ def test_a_record_that_passed_is_not_read_again(monkeypatch: pytest.MonkeyPatch)
         read.append(given)
         return True
 
-    rules = [("a trace is read", note)]
+    rules = {"a trace is read": note}
     monkeypatch.setitem(importlib.import_module("tessera.ir.verify").RULES, Trace, rules)
     verify(trace)
     verify(trace)

@@ -14,26 +14,13 @@ from typing import TypeVar
 
 import torch
 
+from tessera import ir
 from tessera.execute.cuda.graphs import DeviceGraphs, Kernels
 from tessera.execute.cuda.pace import ENDED, STARTED, TimeScale, choose_scale
 from tessera.execute.cuda.share import ShareGraph
 from tessera.execute.lower import lower
 from tessera.execute.memory import bytes_of, flat_bytes
 from tessera.execute.offline import Request
-from tessera.ir import (
-    Cluster,
-    Cost,
-    Costs,
-    Device,
-    DeviceKind,
-    Lane,
-    Objective,
-    Placement,
-    Plan,
-    Source,
-    WorkUnit,
-    verify,
-)
 
 Tensors = Mapping[str, torch.Tensor]
 T = TypeVar("T")
@@ -54,18 +41,18 @@ class StepTimes:
     alone_us: float = 0.0
 
 
-def whole_plan(unit: WorkUnit, cluster: Cluster, device: int) -> Plan:
-    placement = Placement(tuple((device,) * len(g.trace.launches) for g in unit.graphs))
-    return Plan(
-        unit, cluster, (), Objective.LATENCY, "single", (Lane(placement, 1.0),), 1, 0.0, 0.0, 0.0, 0.0
+def whole_plan(unit: ir.WorkUnit, cluster: ir.Cluster, device: int) -> ir.Plan:
+    placement = ir.Placement(tuple((device,) * len(g.trace.launches) for g in unit.graphs))
+    return ir.Plan(
+        unit, cluster, (), ir.Objective.LATENCY, "single", (ir.Lane(placement, 1.0),), 1, 0.0, 0.0, 0.0, 0.0
     )
 
 
 class UnitOnDevice:
     def __init__(
         self,
-        unit: WorkUnit,
-        cluster: Cluster,
+        unit: ir.WorkUnit,
+        cluster: ir.Cluster,
         device: int,
         weights: Tensors,
         kernels: Kernels | None = None,
@@ -128,12 +115,12 @@ def _put(storage: torch.UntypedStorage, tensor: torch.Tensor) -> None:
 
 
 def measure(
-    unit: WorkUnit,
-    cluster: Cluster,
+    unit: ir.WorkUnit,
+    cluster: ir.Cluster,
     weights: Tensors,
     request: Request,
     kernels: Kernels | None = None,
-) -> tuple[tuple[Costs, ...], list[list[StepTimes]]]:
+) -> tuple[tuple[ir.Costs, ...], list[list[StepTimes]]]:
     """Costs of every step, and times[device][step]. Devices must not be dilated."""
     devices = range(len(cluster.devices))
     alone, whole, samples = _timed(unit, cluster, weights, request, kernels)
@@ -148,13 +135,15 @@ def measure(
     return costs, times
 
 
-def scale_of(plan: Plan, weights: Tensors, request: Request, kernels: Kernels | None = None) -> TimeScale:
+def scale_of(plan: ir.Plan, weights: Tensors, request: Request, kernels: Kernels | None = None) -> TimeScale:
     """1 if no device is dilated."""
     devices = plan.cluster.devices
     if not any(d.is_dilated for d in devices):
         return TimeScale(1.0, 1.0)
     first = devices[0]
-    card = Cluster((Device(f"cuda:{first.ordinal}", DeviceKind.CUDA, "", 0, ordinal=first.ordinal),), ())
+    card = ir.Cluster(
+        (ir.Device(f"cuda:{first.ordinal}", ir.DeviceKind.CUDA, "", 0, ordinal=first.ordinal),), ()
+    )
     own, _ = measure(plan.unit, card, weights, request, kernels)
     sharing = max(sum(d.ordinal == o for d in devices) for o in {d.ordinal for d in devices})
     targets = [[c.us for c in row] for costs in plan.costs for row in costs.costs]
@@ -184,16 +173,16 @@ def _spread(row: Sequence[float]) -> float:
     return (high - low) / 2
 
 
-def _costs(digest: str, cluster: Cluster, times: Sequence[StepTimes]) -> Costs:
+def _costs(digest: str, cluster: ir.Cluster, times: Sequence[StepTimes]) -> ir.Costs:
     rows = zip(*(t.launches for t in times), strict=True)
-    priced = tuple(tuple(Cost(us, Source.MEASURED, error) for us, error in row) for row in rows)
-    costs = Costs(digest, cluster.devices, priced)
-    verify(costs)
+    priced = tuple(tuple(ir.Cost(us, ir.Source.MEASURED, error) for us, error in row) for row in rows)
+    costs = ir.Costs(digest, cluster.devices, priced)
+    ir.verify(costs)
     return costs
 
 
 def _timed(
-    unit: WorkUnit, cluster: Cluster, weights: Tensors, request: Request, kernels: Kernels | None
+    unit: ir.WorkUnit, cluster: ir.Cluster, weights: Tensors, request: Request, kernels: Kernels | None
 ) -> tuple[list[list[float]], list[list[float]], list[list[list[list[float]]]]]:
     """(step alone, step beside the others, samples of launches beside the others), each [device][step]."""
     devices, steps = range(len(cluster.devices)), range(len(unit.graphs))
