@@ -239,6 +239,25 @@ def test_a_policy_that_beats_a_finer_one_is_named() -> None:
     assert said.startswith("attention-ffn is best here: 1.005x kernel-level, 2.000x data-parallel")
 
 
+@pytest.mark.parametrize(
+    ("planned", "best", "said"),
+    [
+        (
+            "layer-pipeline",
+            "data-parallel",
+            "No gain: use data-parallel. layer-pipeline, which is planned, has 0.950x",
+        ),
+        ("data-parallel", "attention-ffn", "No gain: data-parallel is planned; attention-ffn has 1.053x"),
+    ],
+)
+def test_a_plan_behind_another_policy_says_what_to_use(planned: str, best: str, said: str) -> None:
+    """Unequal batches are not one plan; a division within the costs' error is not worth it."""
+    batch = {"emu:a100": 8, "emu:l40s": 4}
+    own, other = (Option(name, rate, 1.0, 1.0, batch, 2) for name, rate in ((planned, 95.0), (best, 100.0)))
+
+    assert verdict(Comparison(planned, own, (other,))).startswith(said)
+
+
 def test_a_coarse_policy_that_is_best_is_no_gain() -> None:
     """But it may be one over data-parallel."""
     found = comparison("attention-ffn")

@@ -33,6 +33,7 @@ from tessera.cli.plan_text import CostFigures, sure
 from tessera.errors import TesseraError
 from tessera.plan import Comparison, DeviceMemory, explain, search_config
 from tessera.plan.baselines import COARSE
+from tessera.plan.batches import REPLICAS
 
 BASELINES = "coarser policies, each at its own best (simulated)"
 ROWS = "this model has no text: a row of the batch counts as one token"
@@ -300,8 +301,12 @@ def verdict(found: Comparison, how: str = "simulated") -> str:
         return "No coarser policy keeps to the limits."
     best, ratios = found.best_baseline.policy, _ratios(found)
     text = f"{ratios[best]:.3f}x {best}"
-    if found.policy == best or ratios[best] < 1.0:
+    if found.policy == best:
         text = f"No gain: {best} is best here"
+    elif ratios[best] < 1.0:  # copies with batches of their own are several plans
+        text = f"No gain: use {best}. {found.policy}, which is planned, has {ratios[best]:.3f}x its figure"
+        if found.policy in REPLICAS:
+            text = f"No gain: {found.policy} is planned; {best} has {1 / ratios[best]:.3f}x its figure"
     elif found.policy in COARSE:
         text = f"{found.policy} is best here: {text}"
     if "data-parallel" in ratios and best not in ("single", "data-parallel"):

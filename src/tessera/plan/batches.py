@@ -99,9 +99,14 @@ class BatchSearch:
         for depth in others if start else ():
             near = sorted({_even(start * share) for share in DEEPER}) if start and is_free else batches
             best_batch(partial(self._plan_merit, depth, first), near, DEEPER_ROUNDS if is_free else ())
-        plans = [plan for plan in self._plans.values() if isinstance(plan, ir.Plan)]
-        if not plans:
+        if not self._known:
             raise next(error for error in self._plans.values() if isinstance(error, PlanInfeasible))
+        coarse = self._coarse_options(NEAR if is_free else ())
+        top = max(self._merit(self.option(plan)) for plan in self._known)
+        for option in coarse:  # which may have climbed further
+            if self._merit(option) > top:
+                self._plan_merit(option.microbatches, 0, max(option.batch.values()))
+        plans = self._known
         best = max(plans, key=lambda plan: self._merit(self.option(plan)))
         if not self.target.allows(self.option(best)):
             raise self._refusal(plans)
@@ -109,8 +114,12 @@ class BatchSearch:
             search = replace(self.config.search, fewer_microbatches=())
             full = self._plan(best.batch, best.microbatches, replace(self.config, search=search))
             best = max(best, full, key=lambda plan: self._merit(self.option(plan)))
-        baselines = (*self.copies(batches), *self._coarse_options(NEAR if is_free else ()))
+        baselines = (*self.copies(batches), *coarse)
         return best, Comparison(best.policy, self.option(best), baselines, self.config.objective)
+
+    @property
+    def _known(self) -> list[ir.Plan]:
+        return [plan for plan in self._plans.values() if isinstance(plan, ir.Plan)]
 
     def _by_cells(self, batches: Sequence[int], depths: Sequence[int]) -> tuple[ir.Plan, Comparison] | None:
         """None without equal cells, or if they are too small."""

@@ -6,30 +6,29 @@ picture shifts the text after it by the same amount.
 
 Pictures are data URLs; nothing is fetched, because a server could reach what its clients cannot. They are
 resized to the captured grid (proportions are not kept), and cut into patches as Qwen2-VL's processor does. A
-mark, which clients cannot write, stands for a picture in a turn's text.
+mark, which clients cannot write, stands for a picture in a turn's text; a folder's template makes it a token.
 """
 
 import base64
 import binascii
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tessera.capture import Workload
+from tessera.capture import Workload, known_models
 from tessera.capture.models.vision import PICTURE_TOKENS, grid_of
 from tessera.errors import AskError, extra_module
 from tessera.execute.stepper import Tensors
 from tessera.serve.records import PromptPicture
+from tessera.serve.text import MARK
 
 GRID = grid_of(PICTURE_TOKENS)
 SHIFT = max(GRID) - PICTURE_TOKENS
-# A private-use character.
-MARK = "\U0010fff1"
 PILLOW = ("PIL.Image", "serve", "pillow")
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 # A decoded picture takes three bytes per pixel.
@@ -116,13 +115,17 @@ class Eyes:
     frames: int
     dtype: torch.dtype
     mark: str = MARK
+    # In a prompt, where a picture is; of a folder, its template's token.
+    mark_tokens: tuple[int, ...] = tuple(MARK.encode())
 
     @classmethod
     def of(cls, encode: Workload) -> "Eyes":
         extra_module(*PILLOW)  # fails now, not with the first picture
         module: Any = encode.module
         config = module.config.vision_config
-        return cls(config.patch_size, config.spatial_merge_size, config.temporal_patch_size, module.dtype)
+        eyes = cls(config.patch_size, config.spatial_merge_size, config.temporal_patch_size, module.dtype)
+        is_built_in = encode.step.model in known_models()
+        return eyes if is_built_in else replace(eyes, mark_tokens=(module.config.image_token_id,))
 
     @property
     def size(self) -> tuple[int, int]:
@@ -147,7 +150,7 @@ class Eyes:
     def placed(
         self, prompt: Sequence[int], patches: Sequence[torch.Tensor]
     ) -> tuple[list[int], tuple[PromptPicture, ...]]:
-        mark = list(MARK.encode())  # tokens are bytes: only built-in vision models are served
+        mark = list(self.mark_tokens)
         whole, pictures, rest = list[int](), list[PromptPicture](), list(prompt)
         for picture in patches:
             places = range(len(rest) - len(mark) + 1)
@@ -156,7 +159,7 @@ class Eyes:
                 raise AskError("a picture has no place in this conversation", place="messages")
             whole += rest[:start]
             pictures.append(PromptPicture(len(whole), picture))
-            whole += [0] * PICTURE_TOKENS
+            whole += mark[:1] * PICTURE_TOKENS
             rest = rest[start + len(mark) :]
         return whole + rest, tuple(pictures)
 

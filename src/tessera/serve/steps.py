@@ -4,7 +4,7 @@ A language model has one kind of step, some tokens of some sequences (`capture.m
 over the same pages; a vision-language model has encode steps too. Each size is captured, planned and made a
 graph, so sizes are few.
 
-Not handled: folders of vision-language models, whose templates place pictures in different ways.
+Not handled: pictures for folders of other vision-language models than Qwen2.5-VL, which read text.
 """
 
 from collections.abc import Sequence
@@ -254,7 +254,7 @@ def _check_bytes(model: str, size: int, most: int) -> None:
 
 def _sees(config: object, model: str) -> bool:
     family = getattr(config, "model_type", None)
-    if family is None or (family == "qwen2_5_vl" and model not in known_models()):
+    if family is None:
         raise UnknownName("model to serve", model, servable_models())
     return bool(family == "qwen2_5_vl")
 

@@ -40,6 +40,8 @@ FEW_TOKENS = 1024
 MAX_WINDOW, AT_ONCE = 32, 8
 # In place of special tokens while a template is rendered.
 FIRST, LAST = "\U00100000", "\U0010fffd"
+# In place of a picture.
+MARK = "\U0010fff1"
 MARKS = re.compile(f"[{FIRST}-{LAST}]")
 MAX_WORDS = ord(LAST) - ord(FIRST) + 1
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
@@ -216,10 +218,11 @@ class FolderText:
         if self._template is None:
             remedy = "Use /v1/completions, or start the server with --chat-template."
             raise AskError("this model has no chat template", remedy, "messages")
-        given = {"messages": self._mark(messages), "tools": self._mark(tools) if tools else None}
+        turns = [{**turn, "content": _shown(turn["content"])} for turn in messages]
+        given = {"messages": self._mark(turns), "tools": self._mark(tools) if tools else None}
         text = self._template.render({**self._variables, **self._mark(variables), **given})
         if variables.get(CONTINUES):
-            text = _open_end(text, given["messages"][-1]["content"])
+            text = _open_end(text, self._mark(messages[-1]["content"].rpartition(MARK)[2]))
         tokens: list[int] = []
         for part in _parts(text):
             is_word = FIRST <= part <= LAST
@@ -380,6 +383,14 @@ def _open_end(text: str, said: str) -> str:
         remedy = "Leave continue_final_message out."
         raise AskError("the chat template changes the last message", remedy, "continue_final_message")
     return text[: start + len(said if said in text else said.strip())]
+
+
+def _shown(said: str) -> str | list[dict[str, str]]:
+    """In parts, as templates expect it, where there are pictures."""
+    if MARK not in said:
+        return said
+    parts = [[{"type": "image"}, {"type": "text", "text": text}] for text in said.split(MARK)]
+    return [part for pair in parts for part in pair if part.get("text") != ""][1:]
 
 
 def _parts(text: str) -> Iterator[str]:

@@ -10,6 +10,7 @@ from tessera import ir
 from tessera.errors import PlanInfeasible
 from tessera.plan import QUICK, Comparison, PlanConfig, Target, explain
 from tessera.plan.batches import BatchSearch, PricedUnit
+from tessera.plan.comparison import Option
 from tessera.simulate import SteadyRates
 
 MB = 1 << 20
@@ -65,6 +66,17 @@ def test_data_parallel_has_a_batch_of_its_own_on_every_device() -> None:
 
     assert parallel.batch["d0"] > parallel.batch["d1"] > 1
     assert parallel.tokens_per_s > single.tokens_per_s
+
+
+def test_the_plan_follows_a_policy_that_found_a_better_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Coarse policies are searched from the plan's batch on."""
+    far = Option("layer-pipeline", 90_000.0, 1.0, 1.0, {"d0": 64, "d1": 64}, 2)
+    monkeypatch.setattr(BatchSearch, "_coarse_options", lambda *_: [far])
+
+    _, found = search((4000, 4000), Target(1)).best((4, 8))
+
+    assert far.batch == found.chosen.batch
+    assert found.chosen.tokens_per_s > far.tokens_per_s
 
 
 @pytest.mark.slow

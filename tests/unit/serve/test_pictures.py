@@ -6,6 +6,8 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,15 +18,20 @@ pytest.importorskip("PIL")
 pytest.importorskip("fastapi")
 
 from PIL import Image
+from transformers import AutoConfig
 
 import http_factory
 from http_factory import Scripted
+from tessera.capture.models import catalog
 from tessera.capture.models.vision import PICTURE_TOKENS
 from tessera.errors import AskError
 from tessera.serve.metrics import Metrics
 from tessera.serve.openai.read import Endpoint, ModelCard
+from tessera.serve.records import ServeSpec
 from tessera.serve.sight import MARK, Eyes
-from tessera.serve.text import ByteText
+from tessera.serve.steps import served
+from tessera.serve.text import ByteText, FolderText
+from text_factory import make_text_folder
 
 EYES = Eyes(patch=4, merge=2, frames=2, dtype=torch.float32)
 
@@ -102,6 +109,42 @@ def test_each_picture_is_in_its_place() -> None:
     assert [first, second] == [picture.patches for picture in pictures]
     assert 1 + PICTURE_TOKENS + len(" and ") == pictures[1].start
     assert 1 + 2 * PICTURE_TOKENS + len(" and ") == len(whole)
+
+
+SHOWING = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}<|user|>{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% endif %}{% endfor %}"
+)
+
+
+def test_a_folders_template_places_pictures(tmp_path: Path) -> None:
+    """By its own token, which clients cannot write."""
+    make_text_folder(tmp_path, SHOWING)
+    words = FolderText(tmp_path)
+    token = words.chat([{"role": "user", "content": MARK}])[0]
+    said = f"vow <|user|> {MARK} judge{MARK}"
+    eyes = replace(EYES, mark_tokens=(token,))
+
+    whole, pictures = eyes.placed(words.chat([{"role": "user", "content": said}]), [torch.zeros(1)] * 2)
+
+    first, second = (picture.start for picture in pictures)
+    assert "vow <|user|> " == words.decode(whole[:first])
+    assert " judge" == words.decode(whole[first + PICTURE_TOKENS : second])
+    assert second + PICTURE_TOKENS == len(whole)
+
+
+def test_a_folder_of_qwen_sees(tmp_path: Path) -> None:
+    """Where its configuration says that pictures are."""
+    family, sizes, _ = catalog.LANGUAGE["tiny-qwen2.5-vl"]
+    config = AutoConfig.for_model(family, **sizes, image_token_id=7)
+    config.save_pretrained(tmp_path)
+    spec = ServeSpec(microbatches=1, rows=2, capacity=240, max_batch_tokens=24, random_weights=True)
+
+    senses = served(str(tmp_path), spec).senses()
+
+    assert senses is not None
+    assert (7,) == senses[1].mark_tokens
 
 
 @pytest.fixture(scope="module")

@@ -35,6 +35,7 @@ POSITIVE = frozenset({
     "head_dim", "intermediate_size", "d_model", "n_embd", "n_layer", "n_layers", "n_head", "n_heads",
     "num_heads",
 })  # fmt: skip
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 MAX_TENSORS, MAX_SECONDS = 100_000, 60.0
 # Model size to file size; files may hold 4 bits for 32.
 MAX_GROWTH = 16
@@ -50,6 +51,7 @@ REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 REVISION = re.compile(r"[0-9a-f]{40}")
 # In order of preference.
 STEMS = ("model", "diffusion_pytorch_model")
+PART = re.compile(r"-of-\d+\.safetensors$")
 AGAIN = "Download the model again."
 CODE_FILES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
@@ -158,6 +160,12 @@ def read_weights(folder: Path) -> dict[str, Any]:
     return tensors
 
 
+def dtype_of(folder: Path) -> torch.dtype:
+    """The first one that products have, as transformers takes it."""
+    names = (str(tensor.get_dtype()) for tensor in read_weights(folder).values())
+    return next((DTYPES[name] for name in names if name in DTYPES), torch.float32)
+
+
 def weight_bytes(folder: Path) -> int:
     return sum(_inside(folder, name).stat().st_size for name in _listed(folder)[1])
 
@@ -177,8 +185,8 @@ def _listed(folder: Path) -> tuple[dict[str, str], list[str]]:
         if os.path.lexists(folder / f"{stem}.safetensors"):
             return {}, [f"{stem}.safetensors"]
     others = sorted(path.name for path in folder.glob("*.safetensors"))
-    if len(others) > 1:
-        message = f"has {len(others)} files of weights and no model.safetensors.index.json"
+    if len(others) > 1 or any(PART.search(name) for name in others):
+        message = f"has {others[0]}, {len(others)} in all, and no model.safetensors.index.json"
         raise CaptureError(message, AGAIN, str(folder))
     return {}, others
 
@@ -246,7 +254,7 @@ def load(
     if not tensors:
         raise _no_weights(folder)
     if size > MAX_GROWTH * (held := weight_bytes(folder)):
-        message = f"config.json describes {_gb(size)} of weights, but its files hold {_gb(held)}"
+        message = f"its files hold {_gb(held)} of weights, and this model has {_gb(size)}"
         raise CaptureError(message, AGAIN, str(folder))
     with blamed(folder, what):
         filled = give(tensors)
@@ -318,8 +326,8 @@ def _check_memory(folder: Path, need: int) -> None:
     have = memory_bytes()
     if need > have:
         raise CaptureError(
-            f"config.json describes {_gb(need)} of weights; {_gb(have)} of memory are free",
-            "Use --device fake, which needs none, or correct config.json.",
+            f"its weights take {_gb(need)}; {_gb(have)} of memory are free",
+            "Plan it, or capture it with --device fake, which needs none.",
             str(folder),
         )
 

@@ -49,7 +49,7 @@ def from_folder(step: Step) -> Workload:
     steps = steps_of(config)
     if step.kind not in (*steps, *SERVED_STEPS):
         raise UnknownName(f"step of {step.model}", step.kind, steps)
-    dtype = getattr(config, "dtype", None) or torch.float32
+    dtype = getattr(config, "dtype", None) or checkpoint.dtype_of(folder)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise CaptureError(f"no model has dtype = {dtype}", "Use bfloat16.", str(folder / "config.json"))
     with checkpoint.blamed(folder, "its step cannot be run"):

@@ -38,7 +38,7 @@ from tessera.serve.openai.bodies import (
 from tessera.serve.openai.errors import ApiError
 from tessera.serve.openai.tools import MAX_CALLS, answer_form, calls_form
 from tessera.serve.records import AnswerService, Ask, ImageDraft, PromptPicture, Sampling
-from tessera.serve.text import Text
+from tessera.serve.text import MARK, Text
 
 if TYPE_CHECKING:
     from tessera.serve.sight import Eyes
@@ -293,7 +293,7 @@ def _call(call: ToolCall, number: int) -> dict[str, Any]:
 def _part(part: MessagePart, mark: str, urls: list[str], number: int) -> str:
     """Text without the client's own marks; or the mark of a picture, whose URL goes to `urls`."""
     if part.type == "text" and part.text is not None:
-        return part.text.replace(mark, UNKNOWN) if mark else part.text
+        return part.text.replace(MARK, UNKNOWN)
     if part.type != "image_url" or not mark:
         reads = "text and image_url" if mark else "text"
         raise _wrong(number, f"a part of type '{part.type[:40]}' is not supported; this model reads {reads}")
