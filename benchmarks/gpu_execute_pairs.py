@@ -22,10 +22,10 @@ from tessera.execute.cuda.pace import TimeScale, choose_scale
 from tessera.execute.link_times import time_transfers
 from tessera.execute.offline import RunResult, rate_per_s, run_offline
 from tessera.execute.processes import FORKSERVER, hidden_main
-from tessera.execute.reference import InOrder, ReferenceStepper, same_bits
+from tessera.execute.reference import InOrder, same_bits
 from tessera.execute.stepper import SpanLog
 from tessera.execute.worker_stepper import WorkerStepper
-from tessera.flow import make_plan
+from tessera.flow import ReferenceRun, make_plan, run_reference
 from tessera.ir import Cluster, Costs, Device, Link, Objective, Plan, Timeline, load, save
 from tessera.profile import estimate, make_cluster, parse_devices
 from tessera.profile.store import fit_link
@@ -117,18 +117,13 @@ def kept_plans(folder: Path, name: str, policies: Sequence[str]) -> tuple[dict[s
     return plans, float((folder / f"{name}.scale").read_text())
 
 
-def wanted(built: Any, num: int) -> list[RunResult]:
+def wanted(built: Any, num: int) -> list[ReferenceRun]:
     """What the launches give one by one on one device."""
-    traces = [g.trace for g in built.unit.graphs]
-    from tessera.execute.cuda.measure import whole_plan
-
-    plan = whole_plan(built.unit, Cluster(parse_devices("cuda:0"), ()), 0)
-    run = InOrder(traces, built.weights, driver.card(0))
-    with ReferenceStepper([plan], run, dict) as stepper:
-        return run_offline(stepper, [built.request(seed) for seed in range(num)]).results
+    run = InOrder([g.trace for g in built.unit.graphs], built.weights, driver.card(0))
+    return [run_reference(built.unit, built.request(seed), run) for seed in range(num)]
 
 
-def differing(one: RunResult, other: RunResult) -> list[str]:
+def differing(one: ReferenceRun | RunResult, other: RunResult) -> list[str]:
     """Names of outputs (with their run) and state whose bits differ."""
     if other.error:
         return [other.error]
@@ -155,7 +150,7 @@ def rates(
     scale: float,
     transport: str,
     seconds: float,
-    expected: list[RunResult] | None,
+    expected: Sequence[ReferenceRun | RunResult] | None,
     method: str = FORKSERVER,
 ) -> dict[str, Any]:
     """Every plan's rate on worker processes over one transport, and whether its bits are right.

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tessera.execute.reference import ReferenceStepper
+from reference_stepper import ReferenceStepper
 from tessera.execute.stepper import Tensors
 from tessera.ir import (
     Cluster,

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from tessera.execute.link_times import TransferTimes
 
 Tensors = Mapping[str, torch.Tensor]
+# (step, inputs, the state that it changes) -> outputs.
+RunStep = Callable[[int, Tensors, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 # Batches at which a step is recorded; others are interpolated from two neighbours. Sizes far apart may
 # compile to other launches: where the first two differ, the next two are taken.
@@ -253,6 +255,9 @@ class UnitRequest:
     def inputs(self, step: int, run: int, last: Tensors) -> Tensors:
         return self.first if step == run == 0 else self.workloads[step].follow(self.first, run, last)
 
+    def run(self, step: int, inputs: Tensors, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return self.workloads[step].run(inputs, state)
+
 
 @dataclass(frozen=True)
 class Requests:
@@ -279,14 +284,14 @@ class ReferenceRun:
 
 
 @threads(1)
-def run_reference(unit: ir.WorkUnit, request: UnitRequest) -> ReferenceRun:
-    """On one thread, as in workers."""
+def run_reference(unit: ir.WorkUnit, request: UnitRequest, run: RunStep | None = None) -> ReferenceRun:
+    """On one thread, as in workers; by default the model's own code."""
     state = {name: tensor.clone() for name, tensor in request.state().items()}
     outputs: list[dict[str, torch.Tensor]] = []
     for step, count in enumerate(unit.counts):
-        for run in range(count):
-            inputs = request.inputs(step, run, outputs[-1] if outputs else {})
-            outputs.append(request.workloads[step].run(inputs, state))
+        for number in range(count):
+            inputs = request.inputs(step, number, outputs[-1] if outputs else {})
+            outputs.append((run or request.run)(step, inputs, state))
     return ReferenceRun(outputs, state)
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import models
+from reference_stepper import ReferenceStepper
 from tessera.capture import Workload, build, record
 from tessera.capture.workload import on_device
 from tessera.execute import driver
@@ -25,7 +26,7 @@ from tessera.execute.cuda.measure import measure, whole_plan
 from tessera.execute.lower import lower
 from tessera.execute.offline import RunResult, run_offline
 from tessera.execute.processes import FORKSERVER
-from tessera.execute.reference import InOrder, ReferenceStepper, same_bits
+from tessera.execute.reference import InOrder, same_bits
 from tessera.execute.stepper import SpanLog
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import UnitRequest, make_unit

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 import home_factory as made
+from reference_stepper import ReferenceStepper
 from tessera.execute import driver
 from tessera.execute.cuda.direct import MPS_PIPE
 from tessera.execute.lanes import Lanes
 from tessera.execute.processes import FORKSERVER
-from tessera.execute.reference import InOrder, ReferenceStepper, same_bits
+from tessera.execute.reference import InOrder, same_bits
 from tessera.execute.stepper import (
     DeviceBack,
     DeviceLost,

@@ -20,7 +20,7 @@ from tessera.ir import BufferKind, DeviceKind, Plan, Timeline, Trace, load
 from tessera.report import write_perfetto
 
 if TYPE_CHECKING:
-    from tessera.execute.offline import Request, RunResult
+    from tessera.execute.offline import RunResult
     from tessera.execute.stepper import Tensors
     from tessera.execute.worker_stepper import WorkerStepper
     from tessera.flow import ReferenceRun, UnitRequest
@@ -322,7 +322,7 @@ def _check_devices(plan: Plan, devices: str | None, place: str) -> None:
             raise MismatchError(message, f"Plan again with --devices {devices}.", place)
 
 
-def is_equal(reference: "ReferenceRun | RunResult", result: "RunResult") -> bool:
+def is_equal(reference: "ReferenceRun", result: "RunResult") -> bool:
     """True iff every output of every run and the final state hold the same bytes."""
     from tessera.execute.reference import same_bits
 
@@ -383,20 +383,18 @@ def check_gpus(plan: Plan, is_verified: bool, place: str) -> None:
         raise MismatchError(message, "Leave --verify out, or plan for cuda: devices only.", place)
 
 
-def in_order(plan: Plan, weights: "Tensors", requests: "Sequence[Request]") -> "list[RunResult]":
+def in_order(plan: Plan, weights: "Tensors", requests: "Sequence[UnitRequest]") -> "list[ReferenceRun]":
     """The plan's launches one by one, on the first device's GPU."""
     from tessera.execute import driver
     from tessera.execute.cuda.graphs import refuse_generators
-    from tessera.execute.cuda.measure import whole_plan
-    from tessera.execute.offline import run_offline
-    from tessera.execute.reference import InOrder, ReferenceStepper
+    from tessera.execute.reference import InOrder
+    from tessera.flow import run_reference
 
-    traces = [graph.trace for graph in plan.unit.graphs]
+    traces = [graph.trace for graph in plan.graphs]
     for trace in traces:
         refuse_generators(trace)
     run = InOrder(traces, weights, driver.card(plan.cluster.devices[0].ordinal))
-    with ReferenceStepper([whole_plan(plan.unit, plan.cluster, 0)], run, dict) as stepper:
-        return run_offline(stepper, requests).results
+    return [run_reference(plan.unit, request, run) for request in requests]
 
 
 def check_pick(plans: Sequence[Plan], is_picked: bool) -> None:

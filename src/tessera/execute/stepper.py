@@ -1,8 +1,9 @@
 """Stepper: the interface between what decides (`scheduler`) and what runs.
 
-    WorkerStepper     one worker process per device (`worker_stepper`)
-    VirtualStepper    a virtual clock and modelled costs (`simulate.stepper`)
-    ReferenceStepper  one device, in program order: the definition of correct (`reference`)
+    WorkerStepper   one worker process per device (`worker_stepper`)
+    VirtualStepper  a virtual clock and modelled costs (`simulate.stepper`)
+
+Tests compare both with a third, which runs one step after the other on one device.
 
 A microbatch is opened on one lane of a loaded plan and runs one step at a time. Microbatches of one home
 (`lanes`) share pages.

@@ -13,10 +13,11 @@ import torch
 
 import engine_factory
 import home_factory as made
+from reference_stepper import ReferenceStepper
 from tessera.errors import MismatchError, TesseraError
 from tessera.execute.lanes import Lanes
 from tessera.execute.memory import footprints, ready_programs
-from tessera.execute.reference import InOrder, ReferenceStepper
+from tessera.execute.reference import InOrder
 from tessera.execute.stepper import DeviceBack, Moved, PageMove, StepCall, StepDone, Stepper
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Plan

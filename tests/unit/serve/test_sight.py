@@ -13,9 +13,9 @@ import torch
 pytest.importorskip("transformers")
 
 from own_code import reference
+from reference_stepper import ReferenceStepper
 from serving_factory import policies_of
 from tessera.capture.models.vision import PICTURE_TOKENS
-from tessera.execute.reference import ReferenceStepper
 from tessera.execute.stepper import DeviceLost, Event, StepCall, StepDone
 from tessera.serve.records import Ask, Finish, PromptPicture, Sampling, ServeSpec, Shape
 from tessera.serve.service import Service
