@@ -1,6 +1,5 @@
 """The Triton kernel of tessera::choose without a GPU: run in the PTX interpreter, proved by the analyzer."""
 
-import unittest.mock
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,16 +9,14 @@ from torch.testing import assert_close
 
 pytest.importorskip("triton", reason="needs triton")
 
-from triton.runtime.jit import JITFunction
-
 from choose_factory import KINDS, make_rows
-from sampling import examples, one_of_each, some_of
+from sampling import examples, some_of
 from tessera import flow  # hands the interpreter to capture
-from tessera.capture.offline import compiling_for
 from tessera.capture.own import own_launches
 from tessera.kernels.choice import Number, Setting
 from tessera.kernels.choose_triton import choose
 from tessera_ptx import analyze
+from triton_ptx import compiled_for
 
 assert flow
 
@@ -37,22 +34,20 @@ def run(*given: torch.Tensor, **sizes: int) -> tuple[torch.Tensor, torch.Tensor,
     return launch(*given, **{"block": 256, **sizes})  # type: ignore[no-any-return]
 
 
-# Segments of one block and of several.
-CASES = one_of_each(
-    [
-        (vocab, programs, dtype)
-        for vocab, programs in ((37, 264), (700, 264), (700, 32), (700, 1))
-        for dtype in (torch.float32, torch.bfloat16)
-    ],
-    lambda case: case[:2],
+DTYPES = torch.float32, torch.bfloat16
+# By rows: one segment of one block, segments of one block, of several, and one of several.
+CASES = some_of(
+    [(vocab, each, dtype) for vocab, each in ((37, 16), (700, 16), (700, 2), (700, 0)) for dtype in DTYPES],
+    [(37, 16, torch.float32), (700, 16, torch.float32), (700, 2, torch.bfloat16)],
 )
 
 
-@pytest.mark.parametrize(("vocab", "programs", "dtype"), CASES, ids=str)
-def test_the_kernels_choose_what_the_reference_chooses(vocab: int, programs: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("vocab", "each", "dtype"), CASES, ids=str)
+def test_the_kernels_choose_what_the_reference_chooses(vocab: int, each: int, dtype: torch.dtype) -> None:
     """Every kind of row: tokens, logprobs and alternatives."""
-    rows = make_rows(examples(16, len(KINDS)), vocab, dtype=dtype)
-    tokens, logprobs, top = run(*rows, programs=programs)
+    num = examples(16, len(KINDS))
+    rows = make_rows(num, vocab, dtype=dtype)
+    tokens, logprobs, top = run(*rows, programs=each * num)
     expected = torch.ops.tessera.choose(*rows)
 
     assert torch.equal(expected[0], tokens)
@@ -62,7 +57,7 @@ def test_the_kernels_choose_what_the_reference_chooses(vocab: int, programs: int
 
 def test_rows_without_a_finite_logit_get_no_token() -> None:
     """NaN, infinity, and a mask that allows nothing."""
-    rows = make_rows(8, 300)
+    rows = make_rows(8, 700)
     rows[0][0, 7], rows[0][1, 9], rows[0][2, 11] = float("nan"), float("inf"), float("nan")
     rows[5][7] = 0
 
@@ -74,7 +69,7 @@ def test_rows_without_a_finite_logit_get_no_token() -> None:
 
 
 def test_a_forced_token_gets_its_logprob() -> None:
-    rows = make_rows(2, 300)
+    rows = make_rows(8, 700)
     rows[3][1, Number.FORCED], rows[3][1, Number.NUM_TOP] = 12, 3
     tokens, logprobs, _ = run(*rows)
 
@@ -84,7 +79,7 @@ def test_a_forced_token_gets_its_logprob() -> None:
 
 def test_equal_logits_at_a_limit_stay_together() -> None:
     """No order of blocks decides."""
-    rows = make_rows(12, 600)
+    rows = make_rows(12, 700)
     rows[0][:] = 0.0
     rows[0][:, 100:400] = 1.0
     rows[2][:], rows[3][:] = rows[2][0].clone(), rows[3][0].clone()
@@ -115,13 +110,7 @@ ACCESSES: dict[str, tuple[set[str], set[str]]] = {
 @pytest.mark.parametrize("arch", some_of((80, 90), (90,)))
 def test_every_access_is_proved(arch: int) -> None:
     """What is read, what is written, nothing unknown."""
-    kernels: list[Any] = []
-    run_kernel = JITFunction.run
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        kernels.append(run_kernel(self, *args, grid=grid, warmup=True, **kwargs))
-
-    with compiling_for(arch), unittest.mock.patch.object(JITFunction, "run", compile_only):
+    with compiled_for(arch) as kernels:
         run(*make_rows(2, 20_000, dtype=torch.bfloat16), block=4096, programs=4)
     reports = [analyze(kernel.asm["ptx"])[0] for kernel in kernels]
 

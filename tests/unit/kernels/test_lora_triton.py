@@ -1,8 +1,6 @@
 """Kernels of LoRA adapters without a GPU: run in the PTX interpreter, proved by the analyzer."""
 
-import unittest.mock
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -10,13 +8,11 @@ from torch.testing import assert_close
 
 pytest.importorskip("triton", reason="needs triton")
 
-from triton.runtime.jit import JITFunction
-
 from tessera import flow  # hands the interpreter to capture
-from tessera.capture.offline import compiling_for
 from tessera.capture.own import own_launches
 from tessera.kernels import lora, lora_triton
 from tessera_ptx import analyze
+from triton_ptx import compiled_for
 
 assert flow
 assert lora  # registers the operator
@@ -50,13 +46,7 @@ def test_rows_have_their_own_adapters(dtype: torch.dtype, atol: float) -> None:
 @pytest.mark.parametrize("arch", [80, 90])
 def test_every_access_is_proved(arch: int) -> None:
     """What is read, what is written, nothing unknown."""
-    kernels: list[Any] = []
-    run_kernel = JITFunction.run
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        kernels.append(run_kernel(self, *args, grid=grid, warmup=True, **kwargs))
-
-    with compiling_for(arch), unittest.mock.patch.object(JITFunction, "run", compile_only):
+    with compiled_for(arch) as kernels:
         lora_triton.lora(*make_call(torch.bfloat16, 16))
     wanted = {
         "lora_down": ({"x", "down", "adapters"}, {"low"}),

@@ -10,11 +10,8 @@ from torch.testing import assert_close
 
 pytest.importorskip("triton", reason="needs triton")
 
-from triton.runtime.jit import JITFunction
-
 from sampling import one_of_each
 from tessera import flow  # hands the interpreter to capture
-from tessera.capture.offline import compiling_for
 from tessera.capture.own import own_launches
 from tessera.kernels.packed_triton import (
     ProductTile,
@@ -27,6 +24,7 @@ from tessera.kernels.packed_triton import (
 )
 from tessera.kernels.packing import BITS, dequantise
 from tessera_ptx import analyze
+from triton_ptx import compiled_for
 
 assert flow
 SMALL = ProductTile(16, 16, 1)
@@ -167,14 +165,8 @@ ACCESSES = {
 def test_every_access_is_proved(arch: int, form: str) -> None:
     """What is read, what is written, nothing unknown."""
     codes, scales, zeros, _, block = make_weight(form, 4, 128, 384, zeros=form.startswith("int"))
-    kernels: list[Any] = []
-    run_kernel = JITFunction.run
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        kernels.append(run_kernel(self, *args, grid=grid, warmup=True, **kwargs))
-
     x, offsets = torch.zeros(16, 384).bfloat16(), torch.tensor([2, 4, 8, 16], dtype=torch.int32)
-    with compiling_for(arch), unittest.mock.patch.object(JITFunction, "run", compile_only):
+    with compiled_for(arch) as kernels:
         multiply(x, codes, scales, zeros, None, offsets, form, block, ProductTile(16, 64, 2))
         unpack(codes, scales, zeros, form, block, torch.bfloat16)
     assert {"packed_product", "packed_join", "packed_unpack"} == {kernel.name for kernel in kernels}

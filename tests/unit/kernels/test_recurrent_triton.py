@@ -1,8 +1,6 @@
 """Kernels of recurrent layers without a GPU: run in the PTX interpreter, proved by the analyzer."""
 
-import unittest.mock
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -10,14 +8,12 @@ from torch.testing import assert_close
 
 pytest.importorskip("triton", reason="needs triton")
 
-from triton.runtime.jit import JITFunction
-
 from recurrent_factory import MIXED, NUM_ROWS, ONE_EACH, OPERATORS, ROWS, make_call, state_of
 from tessera import flow  # hands the interpreter to capture
-from tessera.capture.offline import compiling_for
 from tessera.capture.own import own_launches
 from tessera.kernels import recurrent_triton
 from tessera_ptx import analyze
+from triton_ptx import compiled_for
 
 assert flow
 
@@ -71,13 +67,7 @@ WANTED = {
 @pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_every_access_is_proved(arch: int) -> None:
     """Every input is read, states and results are written, nothing is unknown."""
-    kernels: list[Any] = []
-    run_kernel = JITFunction.run
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        kernels.append(run_kernel(self, *args, grid=grid, warmup=True, **kwargs))
-
-    with compiling_for(arch), unittest.mock.patch.object(JITFunction, "run", compile_only):
+    with compiled_for(arch) as kernels:
         for name in OPERATORS:
             for counts in (ONE_EACH, MIXED):
                 getattr(recurrent_triton, name)(*make_call(name, counts, torch.bfloat16, wide=True))
