@@ -220,7 +220,7 @@ class RowScheduler(Scheduler[R]):
 
     def _seat_next(self) -> bool:
         places: tuple[Any, ...] = tuple(self.microbatches.values())
-        can_open, wanted = len(places) < self._depth, self.queue.peek()
+        can_open, wanted = self._num_openable() > 0, self.queue.peek()
 
         def overlap(place: Microbatch[R]) -> int:
             return 0 if wanted is None else _rows(place).overlap(wanted)
@@ -251,8 +251,18 @@ class RowScheduler(Scheduler[R]):
         """True if all its requests can begin in other microbatches of the current policy."""
         places = self.microbatches.values()
         free = sum(_rows(place).num_free for place in places if not place.is_old)
-        more = max(0, self._depth + 1 - len(places)) if self.stepper.lanes.open(self.policy) else 0
+        more = self._num_openable(1) if self.stepper.lanes.open(self.policy) else 0
         return 0 < old.content.num_used <= free + more * _rows(old).rows
+
+    def _num_openable(self, num_closed: int = 0) -> int:
+        """Microbatches of the current policy that may be opened, after `num_closed` old ones.
+
+        Memory holds as many as the widest plan has, so old ones may go on beside new ones.
+        """
+        num_old = sum(microbatch.is_old for microbatch in self.microbatches.values())
+        most = max(plan.microbatches for plan in self.stepper.plans) if num_old else self._depth
+        left = max(most, self._depth) - len(self.microbatches) + num_closed
+        return max(0, min(left, self._depth - (len(self.microbatches) - num_old)))
 
     def _leave_old(self, microbatch: Microbatch[R]) -> bool:
         """Closes an old microbatch if its requests can restart: they go to the front of the queue."""

@@ -8,8 +8,8 @@ before decode), then all decode together. A head takes time in proportion to the
 sixteenths; a decode takes the captured batch's time, however many rows are used. A work unit without a decode
 is only a head: its requests join an empty microbatch, run every step, and leave together.
 
-A restarted request (lost device, renewed microbatch) reads its tokens with its prompt and gets its next token
-by that, as in a service.
+A request that a switch of policy moves waits while its state crosses the slowest link, and goes on. One whose
+device was lost reads its tokens with its prompt and gets its next token by that. Both as in a service.
 """
 
 import heapq
@@ -22,11 +22,11 @@ from math import inf
 from benchmarks.row_service.admission import RowContent, RowScheduler
 
 from tessera.errors import ServiceBusy
-from tessera.execute.admission import PATIENCE
+from tessera.execute.admission import PATIENCE, costs_of
 from tessera.execute.lanes import LoadedLane
 from tessera.execute.scheduler import SchedulerConfig, Watcher
 from tessera.execute.stepper import DeviceLost, StepCall, StepDone
-from tessera.ir import Arrivals, Decision, Plan, WorkUnit
+from tessera.ir import Arrivals, BufferKind, Decision, Plan, WorkUnit
 from tessera.simulate.stepper import NO_FAULTS, Faults, Truth, VirtualStepper
 
 # Resolution of head times.
@@ -84,6 +84,14 @@ def load_of(unit: WorkUnit, arrivals: Arrivals, rows: int | None = None) -> Requ
     )
 
 
+def move_s(plan: Plan) -> float:
+    """Seconds in which the state of one request crosses the slowest link."""
+    trace = plan.graphs[-1].trace
+    size = sum(trace.buffers[b].size_bytes for b in trace.buffers_of(BufferKind.STATE))
+    slowest = min((link.gbps for link in plan.cluster.links), default=inf)
+    return size / max(1, trace.step.batch) / (1e9 * slowest)
+
+
 @dataclass
 class RequestLedger:
     """Results by request; times in microseconds, negative if they did not happen."""
@@ -96,6 +104,8 @@ class RequestLedger:
     max_waiting: int = 0
     # Decodes done by requests that left early, to resume from.
     decoded: dict[int, int] = field(default_factory=dict)
+    # Requests whose state is moved.
+    moved: set[int] = field(default_factory=set)
 
     @staticmethod
     def of(num: int) -> "RequestLedger":
@@ -122,6 +132,8 @@ class ModelledRows(RowContent[int]):
             self._decode = StepCall(number, len(unit.graphs) - 1)
             runs = runs[: len(runs) - unit.counts[-1]]
         self._head = runs[::-1]
+        head_s = sum(costs_of(lane)[step].alone_s for step in runs)
+        self._move_share = move_s(lane.plan) / head_s if head_s else 0.0
         # Decodes done, and (decode after which it leaves, request).
         self._clock = 0
         self._seats: list[tuple[int, int]] = []
@@ -158,6 +170,7 @@ class ModelledRows(RowContent[int]):
     def requests(self) -> list[int]:
         for stop, request in self._seats:
             self._ledger.decoded[request] = self._requests.decodes[request] - (stop - self._clock)
+            self._ledger.moved.add(request)
         return sorted([*(request for _, request in self._seats), *self._joining])
 
     def next_step(self) -> StepCall | None:
@@ -172,19 +185,27 @@ class ModelledRows(RowContent[int]):
 
     def _begin_head(self) -> None:
         if self._head:
-            share = sum(self._requests.shares[request] for request in self._joining)
-            if self._ledger.decoded:
-                given = sum(self._ledger.decoded.get(request, 0) for request in self._joining)
-                share += given * self._requests.per_token
+            share = sum(map(self._share, self._joining))
             scale = max(1, math.ceil(share * PARTS - 1e-9)) / PARTS
             self._ahead = [StepCall(self._number, step, scale=scale) for step in self._head]
         else:
             self._sit(is_spoken=False)
 
+    def _share(self, request: int) -> float:
+        """Share of a full head until the request can decode."""
+        if request in self._ledger.moved:
+            return self._move_share
+        return (
+            self._requests.shares[request] + self._ledger.decoded.get(request, 0) * self._requests.per_token
+        )
+
     def _sit(self, is_spoken: bool) -> None:
         for request in self._joining:
             left = self._requests.decodes[request]
-            if request in self._ledger.decoded:
+            if request in self._ledger.moved:
+                self._ledger.moved.remove(request)
+                left -= self._ledger.decoded[request]
+            elif request in self._ledger.decoded:
                 left -= self._ledger.decoded[request] + is_spoken
             if is_spoken or not left:
                 self._speak(request)
@@ -228,7 +249,7 @@ class SimulatedRun:
     # Devices, then buses.
     busy_us: list[float]
     decisions: list[Decision] = field(default_factory=list)
-    # Seconds without a token of every request that a switch of policy moved; its prompt is read again.
+    # Seconds without a token of every request that a switch of policy moved.
     stops_s: list[float] = field(default_factory=list)
 
 
@@ -315,3 +336,4 @@ class SimulatedServer(Watcher[int]):
 
     def retried(self, request: int, lost: DeviceLost) -> None:
         self.ledger.num_restarted += 1
+        self.ledger.moved.discard(request)

@@ -22,7 +22,7 @@ from benchmarks.row_service.metrics import (
     report_of,
 )
 from benchmarks.row_service.replan import MakePlan, Replanner
-from benchmarks.row_service.server import RequestLoad, SimulatedRun, SimulatedServer, load_of
+from benchmarks.row_service.server import RequestLoad, SimulatedRun, SimulatedServer, load_of, move_s
 
 from tessera.adapt.capability import Capability
 from tessera.adapt.controller import Controller, Planner, Replanned
@@ -83,8 +83,10 @@ class AdaptiveServer(SimulatedServer):
     def load(self, plans: tuple[Plan, ...]) -> None:
         self.scheduler.load(plans)
 
-    def switch_s(self) -> None:
-        """Requests are read again."""
+    def switch_s(self) -> float:
+        """Until the state of all seated requests has moved, one after the other."""
+        seated = sum(microbatch.content.num_used for microbatch in self.scheduler.microbatches.values())
+        return seated * move_s(self.scheduler.plan)
 
     def submit(self, job: Callable[[], Replanned[Plan]]) -> Future[Replanned[Plan]]:
         future: Future[Replanned[Plan]] = Future()

@@ -1,6 +1,6 @@
 """Monitor: which policy a system should follow, and when its costs are wrong. Runs nothing itself.
 
-Load: arrivals over a window, with a standard error (`Meter`). Policies are compared by the expected number of
+Load: arrivals over the last windows of one level, with a standard error (`Meter`). Policies are compared by the expected number of
 requests present, given the load, its error and the requests present now. A switch must pay for itself within
 one of `horizons` windows at both ends of the error interval, by more than `least_gain`; no other follows
 within `dwell_windows`. A policy past its capacity is left at any price and time.
@@ -97,6 +97,9 @@ class MonitorConfig:
     errors: float = 1.0
     # Standard errors past a capacity that count. With one, a steady load at 0.9 often seemed past it.
     over_errors: float = 2.0
+    # Poisson errors between two windows that are one level of load.
+    level_errors: float = 3.0
+    level_windows: int = 8
     # Windows within which a switch may pay for itself.
     horizons: tuple[int, ...] = (1, 2, 4)
     dwell_windows: float = 4.0
@@ -144,9 +147,9 @@ class Monitor:
         self._times.add(lane, step, busy_s)
 
     def load(self, now_s: float) -> tuple[float, float]:
-        num_came = self._meter.count(now_s)
+        num_came, windows = self._meter.level(now_s, self._config.level_errors, self._config.level_windows)
         error = math.sqrt(self._meter.dispersion * num_came)
-        return num_came / self.window_s, error / self.window_s
+        return num_came / windows / self.window_s, error / windows / self.window_s
 
     def switch(self, now_s: float, num_requests: int, switch_s: float | None = None) -> str | None:
         """Changes `current` if that pays, and gives the reason.
@@ -157,7 +160,8 @@ class Monitor:
         load, error = self.load(now_s)
         now = self._policies[self.current]
         is_over = load - self._config.over_errors * error > now.capacity_per_s
-        if now_s < self._settled_s and not is_over:
+        is_full = now.served_per_s(num_requests) >= now.capacity_per_s
+        if now_s < self._settled_s and not (is_over or is_full):
             return None
         best = better(self.capabilities, 0.0)
         if not (num_requests or load) and best is not now:
@@ -277,6 +281,17 @@ class Meter:
         unseen_s = max(0.0, self.window_s - (now_s - (self._start_s or 0.0)))
         return len(self._times) + unseen_s * self.before_per_s
 
+    def level(self, now_s: float, errors: float, most: int) -> tuple[float, int]:
+        """Arrivals in the last windows of one level, at most `most`, and the number of these windows."""
+        last, total, num = self.count(now_s), 0.0, 0
+        for count in list(self._counts)[-2 : -2 - most : -1]:  # the newest overlaps the present window
+            if num and not _is_level(count, total / num, num, errors):
+                break
+            total, num = total + count, num + 1
+        if not num or not _is_level(last, total / num, num, errors):
+            return last, 1
+        return last + total, 1 + num
+
     def seen(self, now_s: float) -> str:
         num, span_s = len(self._times), min(self.window_s, now_s - (self._start_s or 0.0))
         came = "1 request" if num == 1 else f"{num} requests"
@@ -306,3 +321,8 @@ class Meter:
 
         least = min(spread(0, cut) + spread(cut, num) for cut in range(num))
         return max(1.0, (NUM_SUPPOSED + least / mean) / (NUM_SUPPOSED + num - NUM_LEVELS))
+
+
+def _is_level(count: float, mean: float, num: int, errors: float) -> bool:
+    """Whether a Poisson count may be of the same load as `num` others."""
+    return abs(count - mean) <= errors * math.sqrt(mean * (1.0 + 1.0 / num))

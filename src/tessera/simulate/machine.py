@@ -15,6 +15,8 @@ from tessera.simulate.columns import LaunchSegment, Script, TransferWire
 from tessera.simulate.core import END, Core, Flight, SimulatedDevice, Work
 
 DECIMALS = 6
+# An end so close after a limit is at the limit: sums of times differ by their rounding.
+SAME_US = 1e-5
 MAX_PLACES = 5000
 
 
@@ -174,7 +176,7 @@ class VirtualMachine:
             edge = self._place.edges.get(tuple([works for _, works in self._begun]))
             if edge is None:
                 edge = self._compute()
-            if self._since_us + edge.us <= limit_us:
+            if self._since_us + edge.us <= limit_us + SAME_US:
                 self._follow(edge)
         if self._ended:
             return self._ended.pop(0)

@@ -59,3 +59,14 @@ def test_a_long_silence_counts_as_empty_windows() -> None:
     made.arrived(1.0)
 
     assert 0.0 == made.count(1e9)
+
+
+@pytest.mark.parametrize(("last", "windows"), [(100, 6), (80, 6), (60, 1)])
+def test_windows_of_one_level_count_together(last: int, windows: int) -> None:
+    """Six windows of a hundred; a last one of 80 may be chance, one of 60 is another load."""
+    made = meter()
+    for window in range(7):
+        for n in range(100 if window < 6 else last):
+            made.arrived(10.0 * window + 10.0 * (n + 0.5) / (100 if window < 6 else last))
+
+    assert (last + 100 * (windows - 1), windows) == made.level(70.0 - 1e-9, 3.0, 8)

@@ -278,3 +278,20 @@ def test_a_load_past_the_capacity_by_chance_has_a_price() -> None:
         reasons.append(monitor.switch(20.0, 40, switch_s=1000.0))
 
     assert [True, False] == [why is not None for why in reasons]
+
+
+def test_a_full_policy_is_left_though_it_was_chosen_lately() -> None:
+    """A window after the quick policy was chosen, it goes on with 30 requests, and not with 60."""
+    reasons = []
+    for here in (30, 60):
+        monitor, now_s = Monitor([QUICK, WIDE], MonitorConfig(window_s=10.0)), 100.0
+        arrivals(monitor, 15.0, 400)
+        while monitor.current == "wide":
+            now_s += 0.5
+            arrive(monitor, now_s, 4)
+        for _ in range(80):
+            now_s += 0.125
+            monitor.arrived(now_s)
+        reasons.append(monitor.switch(now_s, here, switch_s=0.1))
+
+    assert [False, True] == [why is not None for why in reasons]

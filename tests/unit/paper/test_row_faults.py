@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from benchmarks.row_service.metrics import LatencyLimit
-from benchmarks.row_service.server import RequestLoad, SimulatedRun, SimulatedServer, load_of
+from benchmarks.row_service.server import RequestLoad, SimulatedRun, SimulatedServer, load_of, move_s
 from benchmarks.row_service.study import Scenario, checked, compare
 
 from factories import make_chain, make_cluster, make_plan, make_trace
@@ -60,6 +60,38 @@ def test_requests_go_on_from_what_they_have_when_their_microbatch_is_renewed() -
     assert served.ledger.done_us == pytest.approx([30.0, 30.0])
     assert served.busy_us[:2] == pytest.approx([10.0, 20.0])
     assert 0 == served.ledger.num_restarted
+
+
+def reading_plan(device: int, microbatches: int) -> Plan:
+    """A prefill of 10 us and decodes of 10 us with 64 KB of state, on one device."""
+    accesses: list[list[tuple[int, int, int, str]]] = [[(0, 0, STATE_BYTES, "rw")]]
+    kinds = {0: BufferKind.STATE}
+    steps = [make_trace(accesses, kinds, size_bytes=STATE_BYTES, kind=kind) for kind in ("prefill", "decode")]
+    plan = make_plan(steps, [[[device], [device]]], counts=[1, 4], microbatches=microbatches)
+    return replace(plan, policy=f"on{device}")
+
+
+def test_the_state_of_a_moved_request_crosses_the_link() -> None:
+    """128 us for two; times are in sixteenths of a prefill."""
+    plans = [reading_plan(0, microbatches=1), reading_plan(1, microbatches=1)]
+    requests = load_of(plans[0].unit, at_us(0.0, 0.0, outputs=[4, 4]), 2)
+    served = served_with_switches(plans, requests, 15e-6)
+    moved_us = 2 * move_s(plans[0]) * 1e6
+
+    # A short prefill and two decodes on d0, the move, then a decode on d1.
+    assert served.ledger.done_us == pytest.approx([30.0 + moved_us] * 2, abs=2 * 10.0 / 16)
+    assert 0 == served.ledger.num_restarted
+
+
+def test_a_switch_to_fewer_microbatches_keeps_all_requests_going() -> None:
+    """Of three full microbatches one is renewed; the others go on beside it and take no more."""
+    plans = [reading_plan(0, microbatches=3), reading_plan(1, microbatches=1)]
+    requests = load_of(plans[0].unit, at_us(*[0.0] * 6, outputs=[50] * 6), 2)
+    served = served_with_switches(plans, requests, 100e-6)
+    alone = SimulatedServer(plans[:1], requests).run()
+
+    assert max(served.ledger.done_us) < max(alone.ledger.done_us)
+    assert served.busy_us[1] > 0.0
 
 
 def test_a_lost_device_takes_down_only_what_runs_on_it() -> None:

@@ -1,5 +1,7 @@
 """The machine: what ends while something else begins is told, and what it remembers changes nothing."""
 
+import math
+
 import pytest
 
 from factories import make_chain, make_plan
@@ -55,6 +57,21 @@ def test_the_clock_stops_at_the_limit_and_something_can_begin_there() -> None:
     assert (0, 9.0) == (machine.take(FOR_EVER), machine.now_us)
     assert 9.0 == machine.busy_us[0]
     assert None is machine.take(FOR_EVER)
+
+
+@pytest.mark.parametrize("turns", [2, 15, 29])
+def test_an_end_that_rounding_puts_after_the_limit_is_at_the_limit(turns: int) -> None:
+    """Sums of many times, as clocks of callers have them."""
+    machine, us = VirtualMachine(2, 1), 0.1 / 3.0
+    for _ in range(turns):
+        machine.start(0, [(busy(us), 1.0)])
+        assert machine.take(FOR_EVER) == 0
+    machine.start(0, [(busy(us), 1.0)])
+    limit_us = math.nextafter(machine.now_us + us, 0.0)
+    found = machine.take(limit_us)
+    machine.start(1, [(busy(us), 1.0)])
+    ends = [found, machine.take(FOR_EVER), machine.take(FOR_EVER)]
+    assert [0, 1] == [number for number in ends if number is not None]
 
 
 def test_what_is_dropped_leaves_its_device_to_others() -> None:
