@@ -79,7 +79,7 @@ def test_the_state_of_a_moved_request_crosses_the_link() -> None:
     moved_us = 2 * move_s(plans[0]) * 1e6
 
     # A short prefill and two decodes on d0, the move, then a decode on d1.
-    assert served.ledger.done_us == pytest.approx([30.0 + moved_us] * 2, abs=2 * 10.0 / 16)
+    assert served.ledger.done_us == pytest.approx([30.0 + moved_us] * 2, abs=3 * 10.0 / 16)
     assert 0 == served.ledger.num_restarted
 
 
