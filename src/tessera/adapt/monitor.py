@@ -1,9 +1,10 @@
 """Monitor: which policy a system should follow, and when its costs are wrong. Runs nothing itself.
 
-Load: arrivals over the last windows of one level, with a standard error (`Meter`). Policies are compared by the expected number of
-requests present, given the load, its error and the requests present now. A switch must pay for itself within
-one of `horizons` windows at both ends of the error interval, by more than `least_gain`; no other follows
-within `dwell_windows`. A policy past its capacity is left at any price and time.
+Load: arrivals over the last windows of one level, with a standard error (`Meter`). Policies are compared by
+the expected number of requests present, given the load, its error and the requests present now. A switch must
+pay for itself within one of `horizons` windows at both ends of the error interval, by more than `least_gain`;
+no other follows within `dwell_windows`, unless the policy is full. A policy past its capacity is left at any
+price and time.
 
 Costs: factors are fitted (`drift`) to the step times of `cost_windows`. An error of `min_drift` triggers a
 replan.
