@@ -3,6 +3,7 @@
     python benchmarks/gpu_host.py --model gpt-oss-20b --memory 22GB --batch 1,8 --out benchmarks/results \
         --name host_h200_202611
     python benchmarks/gpu_host.py --model llama-3-8b --memory 10GB --batch 1,16 ...
+    python benchmarks/gpu_host.py --model deepseek-v2-lite --memory 12GB ...          or mixtral-8x7b
 
 Parts, each in a process of its own, on the same random bf16 weights in number and shape:
   own         the service on cuda:0,cpu with the GPU's memory capped, and what its plan expected
@@ -42,6 +43,22 @@ PIECES = (1 << 20, 4 << 20, 16 << 20)
 # Memory that a cap leaves free for activations and the cache of `fetch`.
 SPARE = 2e9
 PROMPT = 32
+# Sizes of published mixtures that are not built in; experts of the first are large, of the second small.
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral-8x7b": (
+        "mixtral",
+        {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+         "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
+    "deepseek-v2-lite": (
+        "deepseek_v2",
+        {"vocab_size": 102400, "hidden_size": 2048, "intermediate_size": 10944, "num_hidden_layers": 27,
+         "moe_intermediate_size": 1408, "num_attention_heads": 16, "num_key_value_heads": 16,
+         "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+         "v_head_dim": 128, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6,
+         "first_k_dense_replace": 1, "topk_method": "greedy", "norm_topk_prob": False},
+    ),
+}  # fmt: skip
 
 
 def own(args: argparse.Namespace, log: Log) -> None:
@@ -304,8 +321,11 @@ def size_of(text: str) -> int:
 
 
 def main() -> None:
+    import torch
+
     from tessera.capture.models.catalog import LANGUAGE
 
+    LANGUAGE.update({name: (*model, torch.bfloat16) for name, model in MIXTURES.items()})
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="gpt-oss-20b")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")

@@ -83,12 +83,12 @@ class StaticDecode:
 
 
 def named(model: str, layers: int) -> str:
-    """The name of a built-in model with fewer layers, made known."""
+    """The name of a model of the catalogue with so many layers, made known."""
     from tessera.capture.models import BUILDERS, catalog
     from tessera.capture.models.hf import CAUSAL_STEPS, SERVED_STEPS, built_in
 
     family, sizes, dtype = catalog.LANGUAGE[model]
-    if sizes["num_hidden_layers"] == layers:
+    if sizes["num_hidden_layers"] == layers and model in BUILDERS:
         return model
     name = f"{model}-of-{layers}"
     fewer = {**sizes, "num_hidden_layers": layers}
