@@ -48,7 +48,8 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral-8x7b": (
         "mixtral",
         {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-         "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+         "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+         "num_experts_per_tok": 2},
     ),
     "deepseek-v2-lite": (
         "deepseek_v2",
