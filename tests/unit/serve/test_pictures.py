@@ -28,9 +28,9 @@ from tessera.errors import AskError
 from tessera.serve.metrics import Metrics
 from tessera.serve.openai.read import Endpoint, ModelCard
 from tessera.serve.records import ServeSpec
-from tessera.serve.sight import MARK, Eyes
+from tessera.serve.sight import Eyes
 from tessera.serve.steps import served
-from tessera.serve.text import ByteText, FolderText
+from tessera.serve.text import MARK, ByteText, FolderText
 from text_factory import make_text_folder
 
 EYES = Eyes(patch=4, merge=2, frames=2, dtype=torch.float32)
