@@ -293,12 +293,13 @@ def make_group(
     policy: str,
     search: SearchConfig = FULL,
     memory_share: float = ir.MEMORY_SHARE,
+    placement: ir.Placement | None = None,
 ) -> ir.Group:
     unit, costs = steps.unit(draft)
     if len(draft.devices) == 1:
         devices = tuple(draft.devices * len(graph.trace.launches) for graph in unit.graphs)
         placement = ir.Placement(devices)
-    else:
+    elif placement is None:
         # Microbatches share pages: each is planned with its part.
         part = replace(draft, pool_tokens=draft.pool_tokens // draft.microbatches // PAGE * PAGE)
         cluster, (work, prices) = cluster_of(steps.cluster, draft.devices), steps.unit(part)
@@ -335,8 +336,13 @@ def make_service_plan(
     fluids = [whole] if objective is ir.Objective.THROUGHPUT else _worthwhile(whole, objective, policies)
 
     def make(draft: fluid.ServiceDraft) -> ir.ServicePlan:
-        groups = tuple(make_group(steps, group, draft.policy, search, memory_share) for group in draft.groups)
-        return ir.ServicePlan(steps.model, draft.policy, load, groups)
+        first, *cells = draft.groups
+        groups = [make_group(steps, first, draft.policy, search, memory_share)]
+        for cell in cells:
+            numbers = dict(zip(first.devices, cell.devices, strict=True))
+            placed = groups[0].plan.lanes[0].placement.renumbered(numbers) if len(numbers) > 1 else None
+            groups.append(make_group(steps, cell, draft.policy, search, memory_share, placed))
+        return ir.ServicePlan(steps.model, draft.policy, load, tuple(groups))
 
     return plan_service(fluids, make, rehearse, steps.advance, objective, policies)
 

@@ -7,7 +7,7 @@ Weights that a device does not hold are fetched from a host's memory into one of
 before the step, each other one after the launch that used its place before.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count
@@ -35,7 +35,7 @@ class Placement:
     # (weight, host that keeps it): launches elsewhere fetch it in every run.
     fetched: tuple[tuple[str, int], ...] = ()
 
-    def renumbered(self, numbers: Sequence[int]) -> "Placement":
+    def renumbered(self, numbers: Sequence[int] | Mapping[int, int]) -> "Placement":
         devices = tuple(tuple([numbers[d] for d in step]) for step in self.devices)
         return Placement(devices, tuple((name, numbers[host]) for name, host in self.fetched))
 

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import permutations, product
+from itertools import chain, permutations, product
 
 import numpy as np
 
@@ -127,8 +127,9 @@ class ServiceDraft:
         return sum(group.pool_tokens for group in self.groups)
 
     @property
-    def microbatches(self) -> int:
-        return sum(group.microbatches for group in self.groups)
+    def depth(self) -> tuple[int, int]:
+        """(groups, microbatches)."""
+        return len(self.groups), sum(group.microbatches for group in self.groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,15 +214,19 @@ class FluidModel:
         num = int(per_doubling * math.log2(most / least))
         return [least * 2 ** (n / per_doubling) for n in range(num + 1)]
 
-    def depths(self, policy: str) -> list[int]:
+    def depths(self, policy: str) -> list[tuple[int, int]]:
         drafts = sorted(self._drafts(policy), key=lambda d: -d.tokens_per_s)
-        return list(dict.fromkeys(draft.microbatches for draft in drafts))
+        return list(dict.fromkeys(draft.depth for draft in drafts))
 
     def drafts(
-        self, policy: str, slack: float = 1.0, pool_tokens: float = math.inf, depth: int | None = None
+        self,
+        policy: str,
+        slack: float = 1.0,
+        pool_tokens: float = math.inf,
+        depth: tuple[int, int] | None = None,
     ) -> list[ServiceDraft]:
         """Within the limits times `slack` and with smaller pools, best first."""
-        found = [d for d in self._drafts(policy) if depth in (None, d.microbatches)]
+        found = [d for d in self._drafts(policy) if depth in (None, d.depth)]
         tpot, ttft = self.load.tpot_ms or math.inf, self.load.ttft_ms or math.inf
         kept = [d for d in found if d.tpot_ms <= slack * tpot and d.ttft_ms <= slack * ttft]
         kept = [d for d in kept if d.pool_tokens < pool_tokens]
@@ -413,6 +418,16 @@ class FluidModel:
         return chunk * self.load.prompt_tokens / (self.load.prompt_tokens + chunk / 2)
 
     def _divided(self, policy: str) -> Iterator[ServiceDraft]:
+        """Over all devices, and over equal cells of them."""
+        most = 1 if self.has_host else math.gcd(*map(len, self.alike))
+        for copies in sorted({1, most}):
+            kinds = [[kind[i::copies] for i in range(copies)] for kind in self.alike]
+            cells = [tuple(sorted(chain(*parts))) for parts in zip(*kinds, strict=True)]
+            for draft in replace(self, devices=cells[0])._lanes(policy):
+                groups = tuple(replace(draft.groups[0], devices=cell) for cell in cells)
+                yield replace(draft, groups=groups, tokens_per_s=copies * draft.tokens_per_s)
+
+    def _lanes(self, policy: str) -> Iterator[ServiceDraft]:
         num, config = len(self.used), self.config
         if num < 2:
             return
@@ -525,9 +540,13 @@ class CapturedModel(FluidModel):
         return self.alike
 
     def drafts(
-        self, policy: str, slack: float = 1.0, pool_tokens: float = math.inf, depth: int | None = None
+        self,
+        policy: str,
+        slack: float = 1.0,
+        pool_tokens: float = math.inf,
+        depth: tuple[int, int] | None = None,
     ) -> list[ServiceDraft]:
-        found = (d for d in self._drafts(policy) if depth in (None, d.microbatches))
+        found = (d for d in self._drafts(policy) if depth in (None, d.depth))
         return sorted(found, key=lambda d: -d.tokens_per_s)
 
     def _group(self, role: Role, devices: tuple[int, ...], microbatches: int) -> GroupDraft:

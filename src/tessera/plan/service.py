@@ -213,7 +213,9 @@ class _Made:
         self.given.add(draft)
         return draft, plan
 
-    def _fitting(self, slack: float, depth: int, least: float) -> tuple[ServiceDraft, ServicePlan] | None:
+    def _fitting(
+        self, slack: float, depth: tuple[int, int], least: float
+    ) -> tuple[ServiceDraft, ServicePlan] | None:
         """Lanes over several devices have no second draft."""
         pool_tokens, skipped = math.inf, set(() if self.policy in DIVIDED else self.given)
         while sum(plan is None for plan in self.plans.values()) <= MAX_MISFITS:
@@ -240,7 +242,7 @@ def _simulated(draft: ServiceDraft, plan: ServicePlan) -> float:
         return 1.0
     lane = plan.groups[0].plan
     steps_per_s = lane.simulated_per_s * sum(lane.unit.counts)
-    return 1e3 * draft.microbatches / steps_per_s / draft.tpot_ms
+    return 1e3 * draft.groups[0].microbatches / steps_per_s / draft.tpot_ms
 
 
 def _rehearsed(plan: ServicePlan, load: Load, rehearse: Rehearse) -> Expected:

@@ -156,6 +156,19 @@ def test_more_sequences_leave_a_lane_over_devices_less_choice() -> None:
         assert best.pool_tokens < largest.pool_tokens
 
 
+def test_equal_cells_have_lanes_of_their_own() -> None:
+    """Two pairs do what one does twice; a lane over all four is drafted too."""
+    pair, pairs = divided("emu:a100,emu:l40s"), divided("emu:a100,emu:l40s,emu:a100,emu:l40s")
+    (one, *_), (two, *_) = (
+        model.drafts("layer-pipeline", depth=depth) for model, depth in ((pair, (1, 4)), (pairs, (2, 8)))
+    )
+
+    assert 2 * one.tokens_per_s == pytest.approx(two.tokens_per_s)
+    assert one.tpot_ms == two.tpot_ms
+    assert [(0, 1), (2, 3)] == [group.devices for group in two.groups]
+    assert (0, 1, 2, 3) == pairs.drafts("layer-pipeline", depth=(1, 8))[0].groups[0].devices
+
+
 def test_attention_is_drafted_where_its_pages_fit() -> None:
     """The card that reads fast has attention; pages that fill it leave no draft on the smaller card."""
     found = divided("emu:h20,emu:l40s")
@@ -176,10 +189,11 @@ def test_microbatches_of_a_lane_are_chosen_by_simulated_steps() -> None:
     played: list[int] = []
 
     def make(draft: ServiceDraft) -> ServicePlan:
-        made.append(draft.microbatches)
-        steps_per_s = 1e3 * draft.microbatches / draft.tpot_ms * (0.5 if draft.microbatches == 2 else 1.0)
+        _, num = draft.depth
+        made.append(num)
+        steps_per_s = 1e3 * num / draft.tpot_ms * (0.5 if num == 2 else 1.0)
         lane = replace(make_plan([step], [[(0, 1)]]), simulated_per_s=steps_per_s)
-        group = Group(Role.MIXED, lane, draft.groups[0].sequences, draft.microbatches)
+        group = Group(Role.MIXED, lane, draft.groups[0].sequences, num)
         return replace(no_plan(draft), groups=(group,))
 
     def rehearse(plan: ServicePlan, load: Load, clients: int | None) -> Expected:
