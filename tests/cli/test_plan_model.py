@@ -247,7 +247,8 @@ def test_a_policy_that_beats_a_finer_one_is_named() -> None:
             "data-parallel",
             "No gain: use data-parallel. layer-pipeline, which is planned, has 0.950x",
         ),
-        ("data-parallel", "attention-ffn", "No gain: data-parallel is planned; attention-ffn has 1.053x"),
+        ("data-parallel", "attention-ffn", "No gain: data-parallel is planned: 0.950x attention-ffn"),
+        ("layer-pipeline", "kernel-level", "layer-pipeline is planned: 0.950x kernel-level"),
     ],
 )
 def test_a_plan_behind_another_policy_says_what_to_use(planned: str, best: str, said: str) -> None:

@@ -303,12 +303,11 @@ def verdict(found: Comparison, how: str = "simulated") -> str:
     text = f"{ratios[best]:.3f}x {best}"
     if found.policy == best:
         text = f"No gain: {best} is best here"
-    elif ratios[best] < 1.0:  # copies with batches of their own are several plans
+    elif ratios[best] < 1.0 and best in REPLICAS:  # copies with batches of their own are several plans
         text = f"No gain: use {best}. {found.policy}, which is planned, has {ratios[best]:.3f}x its figure"
-        if found.policy in REPLICAS:
-            text = f"No gain: {found.policy} is planned; {best} has {1 / ratios[best]:.3f}x its figure"
     elif found.policy in COARSE:
-        text = f"{found.policy} is best here: {text}"
+        start = "No gain: " if found.policy in REPLICAS else ""
+        text = f"{start}{found.policy} is {'best here' if ratios[best] >= 1.0 else 'planned'}: {text}"
     if "data-parallel" in ratios and best not in ("single", "data-parallel"):
         text += f", {ratios['data-parallel']:.3f}x data-parallel"
     per = {ir.Objective.COST: "by the dollar, ", ir.Objective.ENERGY: "by the joule, "}

@@ -158,7 +158,7 @@ def test_more_sequences_leave_a_lane_over_devices_less_choice() -> None:
 
 def test_equal_cells_have_lanes_of_their_own() -> None:
     """Two pairs do what one does twice; a lane over all four is drafted too."""
-    pair, pairs = divided("emu:a100,emu:l40s"), divided("emu:a100,emu:l40s,emu:a100,emu:l40s")
+    pair, pairs = divided("emu:h20,emu:l40s"), divided("emu:h20,emu:l40s,emu:h20,emu:l40s")
     (one, *_), (two, *_) = (
         model.drafts("layer-pipeline", depth=depth) for model, depth in ((pair, (1, 4)), (pairs, (2, 8)))
     )
