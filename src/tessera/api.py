@@ -28,14 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
-from tessera.cli.plan_model import (
-    Effort,
-    ModelPlanFigures,
-    PlannedLoad,
-    PlannedModel,
-    model_figures,
-    plan_load,
-)
+from tessera.cli import plan_model
 from tessera.cli.plan_text import PlanReasons, reasons_of
 from tessera.cli.serve import answering, running
 from tessera.cli.serve_options import ServeConfig
@@ -70,7 +63,7 @@ def plan(
     *,
     link: str | Sequence[str] = (),
     objective: str = "throughput",
-    effort: Effort = "full",
+    effort: plan_model.Effort = "full",
     random_weights: bool = False,
     launches: Literal["compiled", "eager", ""] = "",
 ) -> "ModelPlan":
@@ -90,7 +83,7 @@ def plan(
 
     sizes = load if isinstance(load, Load) else Load(*load)
     links = [link] if isinstance(link, str) else list(link)
-    wanted = PlannedLoad(
+    wanted = plan_model.PlannedLoad(
         prompt_tokens=sizes.prompt_tokens,
         output_tokens=sizes.output_tokens,
         tpot_ms=sizes.tpot_ms,
@@ -101,19 +94,19 @@ def plan(
         effort=effort,
     )
     wanted.check()
-    return ModelPlan(plan_load(model, wanted, wire(parse_devices(devices), links)))
+    return ModelPlan(plan_model.plan_load(model, wanted, wire(parse_devices(devices), links)))
 
 
 @dataclass(frozen=True)
 class ModelPlan:
     """A plan for a load, beside other policies at their best."""
 
-    planned: PlannedModel
+    planned: plan_model.PlannedModel
 
     @cached_property
-    def figures(self) -> ModelPlanFigures:
+    def figures(self) -> plan_model.ModelPlanFigures:
         """Rates, times, memory and rivals, as `tessera plan` prints them."""
-        return model_figures(self.planned)
+        return plan_model.model_figures(self.planned)
 
     def simulate(
         self,

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from tessera.advise import Advice, Candidate, Market, RentedLoad
+from tessera.cli import plan_model
 from tessera.cli.capture import MODEL_HELP, Launches
 from tessera.cli.output import (
     HIDDEN,
@@ -24,13 +25,6 @@ from tessera.cli.output import (
     shown,
 )
 from tessera.cli.plan import PriceOption, prices_of
-from tessera.cli.plan_model import (
-    EffortOption,
-    MemoryShareOption,
-    ModelPlanFigures,
-    PlannedModel,
-    model_figures,
-)
 from tessera.cli.render import text_of
 from tessera.ir import MEMORY_SHARE, Plan, ServicePlan, save
 from tessera.plan import Comparison
@@ -53,7 +47,7 @@ class AdviceRecord(Record, frozen=True):
     """Which cards carry the load; every figure is modelled."""
 
     advice: Annotated[Advice, shown("advice (modelled)")]
-    plans: Annotated[tuple[ModelPlanFigures, ...], HIDDEN]
+    plans: Annotated[tuple[plan_model.ModelPlanFigures, ...], HIDDEN]
     headline: str
     notes: tuple[str, ...]
     files: tuple[str, ...]
@@ -79,9 +73,9 @@ def advise(
     margin: Annotated[
         float, option("Capacity to keep free, as a share of the rate.", min=0, callback=finite)
     ] = 0.1,
-    memory_share: MemoryShareOption = MEMORY_SHARE,
+    memory_share: plan_model.MemoryShareOption = MEMORY_SHARE,
     launches: Launches = None,
-    effort: EffortOption = "full",
+    effort: plan_model.EffortOption = "full",
     have: Annotated[
         str, option("GPUs you have, such as h20,l40s: how to use them, and which one to rent next.")
     ] = "",
@@ -123,8 +117,8 @@ def _record(
 ) -> AdviceRecord:
     plans = tuple(plan for plan, _ in planned)
     files = _save(plans, bool(advice.have), folder) if folder else ()
-    made = (PlannedModel(plan, found, advice.is_compiled) for plan, found in planned)
-    figures = tuple(map(model_figures, made))
+    made = (plan_model.PlannedModel(plan, found, advice.is_compiled) for plan, found in planned)
+    figures = tuple(map(plan_model.model_figures, made))
     answer = _use(advice) if advice.have else _rent(advice, figures[0])
     remarks = (*advice.notes, f"Costs: {figures[0].costs.sentence}")
     if page is not None:
@@ -155,7 +149,7 @@ def _save(plans: Sequence[ServicePlan | Plan], is_have: bool, folder: Path) -> t
     return tuple(map(str, paths))
 
 
-def _rent(advice: Advice, plan: ModelPlanFigures) -> list[str]:
+def _rent(advice: Advice, plan: plan_model.ModelPlanFigures) -> list[str]:
     choice, load = advice.advised, advice.load
     rate = f"{text_of(choice.requests_per_s)} {load.unit}/s ±{choice.error:.0%}"
     cards = f"{', '.join(choice.gpus)} ({choice.policy}, {text_of(choice.batch.values())} sequences)"

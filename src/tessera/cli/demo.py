@@ -14,15 +14,8 @@ from rich.console import RenderableType
 from rich.rule import Rule
 from rich.text import Text
 
+from tessera.cli import plan_model
 from tessera.cli.output import HIDDEN, Illustrated, Record, option, progress, shown
-from tessera.cli.plan_model import (
-    EffortOption,
-    ModelPlanFigures,
-    PlannedLoad,
-    PolicyFigures,
-    model_figures,
-    plan_load,
-)
 from tessera.cli.plan_text import PlanFigures, plan_figures
 from tessera.cli.run import is_equal, overlap, run_through, shares
 from tessera.errors import TesseraError, WorkerError
@@ -38,7 +31,7 @@ if TYPE_CHECKING:
     from tessera.serve.service import Service
 
 # A model with shipped outlines, on two cards of opposite strength.
-FULL_MODEL, FULL = "llama-3-8b", PlannedLoad(prompt_tokens=1024, output_tokens=256, tpot_ms=50.0)
+FULL_MODEL, FULL = "llama-3-8b", plan_model.PlannedLoad(prompt_tokens=1024, output_tokens=256, tpot_ms=50.0)
 FULL_DEVICES, FULL_LINK = "emu:h20,emu:l40s", "pcie4"
 # The policies always divide the work, whether or not that pays for such a small model.
 MODEL = "tiny-llama"
@@ -76,7 +69,7 @@ class ServedDemo(Record, frozen=True):
 class DemoRun(Record, frozen=True):
     """The results of the demo; people read the text printed before."""
 
-    headline: Annotated[ModelPlanFigures, HIDDEN]
+    headline: Annotated[plan_model.ModelPlanFigures, HIDDEN]
     verified: bool
     model: Annotated[str, HIDDEN]
     devices: Annotated[tuple[str, ...], HIDDEN]
@@ -94,7 +87,7 @@ class DemoRun(Record, frozen=True):
 
 
 class DemoPolicies(Record, frozen=True):
-    policies: Annotated[dict[str, PolicyFigures], shown("each policy at its own best (rehearsed)")]
+    policies: Annotated[dict[str, plan_model.PolicyFigures], shown("each policy at its own best (rehearsed)")]
 
 
 @dataclass(frozen=True)
@@ -109,7 +102,7 @@ def demo(
     devices: Annotated[str, option("Two or more devices that serve the small model.")] = "emu:a100,emu:l40s",
     link: Annotated[str, option("Link between the devices.")] = "pcie4",
     tokens: Annotated[int, option("Tokens to generate for each request.", min=1)] = 16,
-    effort: EffortOption = "full",
+    effort: plan_model.EffortOption = "full",
     output: Annotated[Path, option("Folder for what is written.", "-o", "--output")] = Path("tessera-demo"),
 ) -> Illustrated[DemoRun]:
     """Show the gain, the proof and a service, without a GPU.
@@ -135,8 +128,8 @@ def demo(
     return Illustrated(run, tuple(_story(run, small.plan)))
 
 
-def plan_full(wanted: PlannedLoad) -> "PlannedModel":
-    return plan_load(FULL_MODEL, wanted, _cluster(FULL_DEVICES, FULL_LINK))
+def plan_full(wanted: plan_model.PlannedLoad) -> "PlannedModel":
+    return plan_model.plan_load(FULL_MODEL, wanted, _cluster(FULL_DEVICES, FULL_LINK))
 
 
 def _cluster(devices: str, link: str) -> Cluster:
@@ -260,7 +253,7 @@ def _write(full: ServicePlan | Plan, divided: SmallRuns, output: Path) -> dict[s
 def _record(planned: "PlannedModel", small: SmallRuns, files: dict[str, str], seconds: float) -> DemoRun:
     names, policy = small.plan.cluster.names, small.plan.policy
     return DemoRun(
-        headline=model_figures(planned),
+        headline=plan_model.model_figures(planned),
         verified=small.served.verified and small.verified,
         model=MODEL,
         devices=names,
@@ -285,7 +278,7 @@ def _story(run: DemoRun, divided: Plan) -> Iterator[RenderableType | Record]:
         f"Requests of {FULL.prompt_tokens:,} + {FULL.output_tokens:,} tokens; every policy has the memory of "
         f"both cards and keeps to {FULL.tpot_ms:.0f} ms a token."
     )
-    plan = PolicyFigures.of(gain, batch=gain.batches)
+    plan = plan_model.PolicyFigures.of(gain, batch=gain.batches)
     yield DemoPolicies(policies=gain.baselines | {f"the plan: {gain.policy}": plan})
     yield Text(gain.headline, style="bold")
     yield Text(gain.notes[1])

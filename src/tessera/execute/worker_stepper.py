@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tessera.errors import MismatchError, TesseraError, WorkerError
-from tessera.execute import messages
+from tessera.execute import messages, stepper
 from tessera.execute.hub import Hub, LostWorker, Up, Wake
 from tessera.execute.lanes import Lanes, LoadedLane
 from tessera.execute.lower import describe
@@ -21,16 +21,6 @@ from tessera.execute.memory import Footprint, Programs, check_fits, footprints, 
 from tessera.execute.moves import Moves, MoveUnderWay
 from tessera.execute.processes import FORKSERVER
 from tessera.execute.runs import Runs
-from tessera.execute.stepper import (
-    DeviceBack,
-    DeviceLost,
-    DeviceUse,
-    Event,
-    Moved,
-    PageMove,
-    Tensors,
-    routes_of,
-)
 from tessera.execute.transport import AUTO, resolve
 from tessera.ir import BufferKind, Graph, Plan, Program, Recv, Send
 
@@ -65,7 +55,7 @@ class WorkerStepper(Runs):
     def __init__(
         self,
         plans: Sequence[Plan],
-        weights: Tensors,
+        weights: stepper.Tensors,
         *,
         microbatches: int | None = None,
         transport: str = AUTO,
@@ -89,7 +79,7 @@ class WorkerStepper(Runs):
         super().__init__(loaded, made, timeout_s)
         self.add(lanes)
         self._inquiries: list[_Inquiry] = []
-        self._events: deque[Event] = deque()
+        self._events: deque[stepper.Event] = deque()
         self._moves = Moves(made, timeout_s, self._events.append)
         # Link -> (run, device) cancelled when it was reopened: until they end, complaints are about the old
         # link.
@@ -151,18 +141,18 @@ class WorkerStepper(Runs):
         if dropped or new:
             self.hub.load(new, dropped)
 
-    def open(self, microbatch: int, lane: int, state: Tensors | None = None) -> None:
+    def open(self, microbatch: int, lane: int, state: stepper.Tensors | None = None) -> None:
         if microbatch in self.opened or not 0 <= microbatch < self.microbatches:
             raise TesseraError(f"microbatch {microbatch} is open already, or not one of {self.microbatches}")
         self._open(microbatch, self.lanes.all[lane], state)
 
-    def move(self, move: PageMove) -> None:
+    def move(self, move: stepper.PageMove) -> None:
         ends = (move.source, move.destination)
         if any(number in self.dead for number in ends):
-            self._events.append(Moved(move.number, "the device of one of its microbatches was lost"))
+            self._events.append(stepper.Moved(move.number, "the device of one of its microbatches was lost"))
             return
         lanes = [self.opened[number].lane if number in self.opened else None for number in ends]
-        routes = routes_of(move, self.lanes, lanes[0], lanes[1])
+        routes = stepper.routes_of(move, self.lanes, lanes[0], lanes[1])
         if lanes[0] is not None and lanes[1] is not None:
             self._moves.start(move, routes, lanes[0], lanes[1], self.new_run)
 
@@ -180,7 +170,7 @@ class WorkerStepper(Runs):
 
         self._moves.fail(why, is_hit, gone)
 
-    def take(self, timeout_s: float | None) -> Event | None:
+    def take(self, timeout_s: float | None) -> stepper.Event | None:
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._events:
             self._look_at_clock()
@@ -196,21 +186,21 @@ class WorkerStepper(Runs):
             else:
                 self._hear(*news)
         event = self._events.popleft()
-        if isinstance(event, DeviceLost):
+        if isinstance(event, stepper.DeviceLost):
             self.dead.difference_update(event.microbatches)
-        if isinstance(event, DeviceLost | Moved):
+        if isinstance(event, stepper.DeviceLost | stepper.Moved):
             self._drop_lanes()
         return event
 
     def wake(self) -> None:
         self.hub.wake()
 
-    def use(self) -> DeviceUse:
+    def use(self) -> stepper.DeviceUse:
         devices = {name: self.hub.status(device) for device, name in enumerate(self._names)}
         pages = Counter(
             {(self._names[src], self._names[dst]): num for (src, dst), num in self._moves.moved.items()}
         )
-        return DeviceUse(dict(self.busy_s), dict(self.moved + pages), devices, dict(self.experts))
+        return stepper.DeviceUse(dict(self.busy_s), dict(self.moved + pages), devices, dict(self.experts))
 
     def now_s(self) -> float:
         return time.monotonic()
@@ -248,7 +238,7 @@ class WorkerStepper(Runs):
                     stale.discard((run, device))
             case Up():
                 self.lanes.lost.discard(self._names[device])
-                self._events.append(DeviceBack(self._names[device]))
+                self._events.append(stepper.DeviceBack(self._names[device]))
             case Hangup(reason):
                 self._lose(device, reason or "the worker process ended before its work was done")
             case messages.Failed(text, remedy):
@@ -350,9 +340,9 @@ class WorkerStepper(Runs):
         self.end(hit, set())
         one, message = self._names[device], f"{words}; both workers answer, and it is opened again"
         is_certain = self._cuts[pair] > MAX_CUTS
-        self._events.append(DeviceLost(one, tuple(hit), message, 0, 0.0, is_certain))
+        self._events.append(stepper.DeviceLost(one, tuple(hit), message, 0, 0.0, is_certain))
         self._fail_moves(hit, words)
-        self._events.append(DeviceBack(one))
+        self._events.append(stepper.DeviceBack(one))
 
     def _lose(self, device: int, what: str, remedy: str = "", is_certain: bool = True) -> None:
         where = self._whereabouts(device)
@@ -376,7 +366,7 @@ class WorkerStepper(Runs):
         hit = [number for number, opened in self.opened.items() if name in opened.lane.devices]
         self.end(hit, {device})
         self._events.append(
-            DeviceLost(name, tuple(sorted(hit)), message, lost.failures, lost.retry_s, is_certain)
+            stepper.DeviceLost(name, tuple(sorted(hit)), message, lost.failures, lost.retry_s, is_certain)
         )
         self._fail_moves(hit, f"{name} was lost", {device})
 

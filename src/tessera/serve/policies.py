@@ -21,25 +21,14 @@ from tessera.adapt.drift import Factors
 from tessera.errors import DeviceMemoryError, PlanInfeasible, UnknownName
 from tessera.execute.lower import homes_of
 from tessera.execute.memory import check_fits, footprints, ready_programs
-from tessera.plan.fluid import (
-    DATA_PARALLEL,
-    FRACTIONAL,
-    PREFILL_DECODE,
-    SINGLE,
-    CapturedModel,
-    FluidConfig,
-    GroupDraft,
-    ModelBytes,
-    ServiceDraft,
-    StepPrice,
-)
+from tessera.plan import fluid
 from tessera.plan.fluid import POLICIES as DRAFTED
 from tessera.plan.service import plan_service
 from tessera.serve.records import COST_ERROR, Shape
 from tessera.serve.rehearse import rated, rehearse
 
 AUTO, LATENCY = "auto", "latency"
-SPLITS = (PREFILL_DECODE, FRACTIONAL)
+SPLITS = (fluid.PREFILL_DECODE, fluid.FRACTIONAL)
 POLICIES = (*DRAFTED, LATENCY)
 # A change of plans has a price, and rehearsals of one plan differ by up to a percent.
 LEAST_GAIN = 1.02
@@ -77,7 +66,7 @@ class ServicePlanner:
 
     def auto(self) -> tuple[ir.ServicePlan, ...]:
         if len(self.cluster.devices) == 1:
-            return (self.best(SINGLE),)
+            return (self.best(fluid.SINGLE),)
         chosen = self._planned(DRAFTED)
         try:
             latency = self.best(LATENCY)
@@ -105,7 +94,7 @@ class ServicePlanner:
         """All of these policies are rivals of the best."""
         errors: list[PlanInfeasible | DeviceMemoryError] = []
 
-        def make(draft: ServiceDraft) -> ir.ServicePlan:
+        def make(draft: fluid.ServiceDraft) -> ir.ServicePlan:
             try:
                 groups = tuple(self._group(draft.policy, group) for group in draft.groups)
                 check_groups(groups)
@@ -122,20 +111,21 @@ class ServicePlanner:
             raise (errors or [error])[-1] from error
 
     @cached_property
-    def _drafts(self) -> CapturedModel:
+    def _drafts(self) -> fluid.CapturedModel:
         shape = self.shape
 
-        def price(tokens: int, sequences: int, length: int) -> StepPrice:
+        def price(tokens: int, sequences: int, length: int) -> fluid.StepPrice:
             step = min(bisect_left(shape.sizes, tokens), len(self.costs) - 1)
             us = [self.costs[step].total_us(device) for device in range(len(self.cluster.devices))]
-            return StepPrice(np.array([us]), 0)
+            return fluid.StepPrice(np.array([us]), 0)
 
-        return CapturedModel(
-            self.load, self.cluster, price, ModelBytes(0, 0.0), FluidConfig(num_rehearsed=MAX_REHEARSED),
+        config = fluid.FluidConfig(num_rehearsed=MAX_REHEARSED)
+        return fluid.CapturedModel(
+            self.load, self.cluster, price, fluid.ModelBytes(0, 0.0), config,
             not self.sees, (), True, shape.microbatches, shape.rows, shape.sizes,
         )  # fmt: skip
 
-    def _group(self, policy: str, draft: GroupDraft) -> ir.Group:
+    def _group(self, policy: str, draft: fluid.GroupDraft) -> ir.Group:
         if len(draft.devices) == 1:
             return self._on(draft.devices[0], draft.role, draft.microbatches)
         placement = self._searched(policy, self._counted, draft.microbatches)
@@ -164,10 +154,10 @@ class ServicePlanner:
     @cached_property
     def _counted(self) -> ir.WorkUnit:
         try:
-            base = self.best(DATA_PARALLEL if len(self.cluster.devices) > 1 else SINGLE)
+            base = self.best(fluid.DATA_PARALLEL if len(self.cluster.devices) > 1 else fluid.SINGLE)
         except (PlanInfeasible, DeviceMemoryError):  # a device cannot hold the model: by its times alone
             group = self._on(0, ir.Role.MIXED, self.shape.microbatches)
-            base = ir.ServicePlan(self.model, SINGLE, self.load, (group,))
+            base = ir.ServicePlan(self.model, fluid.SINGLE, self.load, (group,))
             base = replace(base, expected=self._rehearse(base, self.load))
         assert base.expected is not None
         runs = [sum(counts) for counts in zip(*base.expected.steps, strict=True)]

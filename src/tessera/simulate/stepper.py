@@ -20,20 +20,8 @@ from itertools import count
 import numpy as np
 
 from tessera.adapt.drift import scaled_costs
+from tessera.execute import stepper
 from tessera.execute.lanes import Lanes, LoadedLane
-from tessera.execute.stepper import (
-    DeviceBack,
-    DeviceLost,
-    DeviceStatus,
-    DeviceUse,
-    Event,
-    Moved,
-    PageMove,
-    StepCall,
-    StepDone,
-    Tensors,
-    routes_of,
-)
 from tessera.ir import Cluster, Plan
 from tessera.simulate.columns import Scripts, Wires
 from tessera.simulate.core import Work
@@ -90,17 +78,17 @@ NO_FAULTS = Faults()
 @dataclass(slots=True)
 class _Open:
     lane: int
-    call: StepCall | None = None
+    call: stepper.StepCall | None = None
     since_us: float = 0.0
     works: tuple[Work, ...] = ()
     is_running: bool = False
-    queued: StepCall | None = None
+    queued: stepper.StepCall | None = None
     ordered_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _VirtualMove:
-    move: PageMove
+    move: stepper.PageMove
     since_us: float
     # By (source, destination).
     num_bytes: Counter[tuple[int, int]]
@@ -114,7 +102,7 @@ class VirtualStepper:
         plans: Sequence[Plan],
         truth: Truth | None = None,
         faults: Faults = NO_FAULTS,
-        outputs: Callable[[StepCall], Tensors] | None = None,
+        outputs: Callable[[stepper.StepCall], stepper.Tensors] | None = None,
         host_us: float = 0.0,
     ) -> None:
         """`host_us`: the host settles a step and orders the next, one after another."""
@@ -133,7 +121,7 @@ class VirtualStepper:
         # By (lane, step before, its scale, step, scale).
         self._known: dict[tuple[int, int, float, int, float], tuple[Work, ...]] = {}
         self._busy_s: dict[Work, dict[str, float]] = {}
-        self._agenda: list[tuple[float, int, Callable[[], Event | None]]] = []
+        self._agenda: list[tuple[float, int, Callable[[], stepper.Event | None]]] = []
         self._order = count()
         for loss in faults.losses:
             self._at(loss.at_s, lambda loss=loss: self._lose(loss))  # type: ignore[misc]
@@ -160,7 +148,7 @@ class VirtualStepper:
             homes = {self.lanes.all[self._open[number].lane].home for number in ends}
             self.lanes.drop({here.lane for here in self._open.values()}, {h for h in homes if h is not None})
 
-    def open(self, microbatch: int, lane: int, state: Tensors | None = None) -> None:
+    def open(self, microbatch: int, lane: int, state: stepper.Tensors | None = None) -> None:
         self._open[microbatch] = _Open(lane)
 
     def close(self, microbatch: int) -> None:
@@ -172,7 +160,7 @@ class VirtualStepper:
         here = self._open.get(microbatch)
         return here is not None and here.queued is None and self.lanes.all[here.lane].can_queue
 
-    def start(self, call: StepCall) -> None:
+    def start(self, call: stepper.StepCall) -> None:
         here, now_us = self._open[call.microbatch], self.machine.now_us
         self._host_free_us = max(now_us, self._host_free_us) + self._host_us
         if here.is_running:
@@ -180,10 +168,10 @@ class VirtualStepper:
         else:
             self._begin_at(self._host_free_us, here, call)
 
-    def give(self, microbatch: int, inputs: Tensors) -> None:
+    def give(self, microbatch: int, inputs: stepper.Tensors) -> None:
         """Nothing is computed."""
 
-    def _begin_at(self, at_us: float, here: _Open, call: StepCall) -> None:
+    def _begin_at(self, at_us: float, here: _Open, call: stepper.StepCall) -> None:
         if at_us <= self.machine.now_us:
             self._begin(here, call)
             return
@@ -195,17 +183,17 @@ class VirtualStepper:
         here.is_running = True
         self._at(at_us * 1e-6, begin)
 
-    def _begin(self, here: _Open, call: StepCall) -> None:
+    def _begin(self, here: _Open, call: stepper.StepCall) -> None:
         here.is_running, here.works = True, self._works_of(here, call)
         here.call, here.since_us = call, self.machine.now_us
         self.machine.start(call.microbatch, here.works)
 
-    def move(self, move: PageMove) -> None:
+    def move(self, move: stepper.PageMove) -> None:
         ends = [self._open.get(number) for number in (move.source, move.destination)]
         lanes = [None if here is None else self.lanes.all[here.lane] for here in ends]
         now_us = until_us = self.machine.now_us
         num_bytes: Counter[tuple[int, int]] = Counter()
-        for route in routes_of(move, self.lanes, lanes[0], lanes[1]):
+        for route in stepper.routes_of(move, self.lanes, lanes[0], lanes[1]):
             num_bytes[route.source, route.destination] += route.num_bytes
         for (src, dst), size in num_bytes.items():
             if src != dst:
@@ -216,7 +204,7 @@ class VirtualStepper:
         self._moves[move.number] = _VirtualMove(move, now_us, num_bytes)
         self._at(until_us * 1e-6, lambda: self._moved_all(move))
 
-    def _moved_all(self, move: PageMove) -> Moved | None:
+    def _moved_all(self, move: stepper.PageMove) -> stepper.Moved | None:
         found = self._moves.get(move.number)
         if found is None or found.move is not move:
             return None
@@ -224,17 +212,17 @@ class VirtualStepper:
         for (src, dst), size in found.num_bytes.items():
             self._moved[self._names[src], self._names[dst]] += size
         seconds = (self.machine.now_us - found.since_us) * 1e-6
-        return Moved(move.number, "", seconds, found.num_bytes.total())
+        return stepper.Moved(move.number, "", seconds, found.num_bytes.total())
 
     def _fail_moves(self, microbatches: Collection[int], why: str) -> None:
         for number, found in list(self._moves.items()):
             if found.move.source in microbatches or found.move.destination in microbatches:
                 del self._moves[number]
                 seconds = (self.machine.now_us - found.since_us) * 1e-6
-                failed = Moved(number, why, seconds)
+                failed = stepper.Moved(number, why, seconds)
                 self._at(self.now_s(), lambda failed=failed: failed)  # type: ignore[misc]
 
-    def take(self, timeout_s: float | None) -> Event | None:
+    def take(self, timeout_s: float | None) -> stepper.Event | None:
         """None at once if there is nothing to wait for and no timeout."""
         limit_us = float("inf") if timeout_s is None else self.machine.now_us + timeout_s * 1e6
         while True:
@@ -251,11 +239,11 @@ class VirtualStepper:
     def wake(self) -> None:
         """No-op: the virtual clock never blocks."""
 
-    def use(self) -> DeviceUse:
+    def use(self) -> stepper.DeviceUse:
         lost = self.lanes.lost
-        status = {name: DeviceStatus("lost" if name in lost else "ready") for name in self._names}
+        status = {name: stepper.DeviceStatus("lost" if name in lost else "ready") for name in self._names}
         busy = dict(zip(self._names, (us * 1e-6 for us in self.busy_us), strict=False))
-        return DeviceUse(busy, dict(self._moved), status)
+        return stepper.DeviceUse(busy, dict(self._moved), status)
 
     def now_s(self) -> float:
         return self.machine.now_us * 1e-6
@@ -264,7 +252,7 @@ class VirtualStepper:
     def busy_us(self) -> list[float]:
         return self.machine.busy_us
 
-    def _done(self, microbatch: int) -> StepDone:
+    def _done(self, microbatch: int) -> stepper.StepDone:
         here = self._open[microbatch]
         call, work = here.call, here.works[-1]
         assert call is not None, "what ends was started"
@@ -281,9 +269,9 @@ class VirtualStepper:
         if here.queued is not None:
             queued, here.queued = here.queued, None
             self._begin_at(here.ordered_us, here, queued)
-        return StepDone(microbatch, call.step, outputs, seconds, busy_s=busy_s)
+        return stepper.StepDone(microbatch, call.step, outputs, seconds, busy_s=busy_s)
 
-    def _works_of(self, here: _Open, call: StepCall) -> tuple[Work, ...]:
+    def _works_of(self, here: _Open, call: stepper.StepCall) -> tuple[Work, ...]:
         last = here.call
         before = -1 if last is None else last.step
         moved = 1.0 if last is None else last.scale
@@ -303,10 +291,10 @@ class VirtualStepper:
             self._scripts[lane.steps] = self._truth.scripts(lane.plan)
         return self._scripts[lane.steps]
 
-    def _at(self, second: float, action: Callable[[], Event | None]) -> None:
+    def _at(self, second: float, action: Callable[[], stepper.Event | None]) -> None:
         heapq.heappush(self._agenda, (second * 1e6, next(self._order), action))
 
-    def _lose(self, loss: Loss) -> DeviceLost | None:
+    def _lose(self, loss: Loss) -> stepper.DeviceLost | None:
         name = loss.device
         if name in self.lanes.lost:
             return None
@@ -319,11 +307,13 @@ class VirtualStepper:
         retry_s = float("inf") if self._faults.is_mended else None
         if loss.back_s is not None:
             retry_s = loss.back_s - loss.at_s
-        return DeviceLost(name, tuple(gone), f"{name} was lost at {loss.at_s:g} s (simulated)", 1, retry_s)
+        return stepper.DeviceLost(
+            name, tuple(gone), f"{name} was lost at {loss.at_s:g} s (simulated)", 1, retry_s
+        )
 
-    def _return(self, name: str) -> DeviceBack:
+    def _return(self, name: str) -> stepper.DeviceBack:
         self.lanes.lost.discard(name)
-        return DeviceBack(name)
+        return stepper.DeviceBack(name)
 
     def _slow_down(self, name: str, factor: float) -> None:
         self._truth = replace(self._truth, slow=(*self._truth.slow, (name, factor)))

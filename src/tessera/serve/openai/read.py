@@ -15,26 +15,7 @@ import msgspec
 from tessera.errors import MissingExtra
 from tessera.ir import ServicePlan
 from tessera.serve.grammar import Grammar, GrammarCompiler
-from tessera.serve.openai.bodies import (
-    MAX_INT,
-    MAX_VALUES,
-    ROLES,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    EmbeddingRequest,
-    ImageRequest,
-    ImageUrl,
-    Message,
-    MessagePart,
-    TokenizeRequest,
-    Tool,
-    ToolCall,
-    apart,
-    invalid,
-    parse,
-    template_variables,
-)
+from tessera.serve.openai import bodies
 from tessera.serve.openai.errors import ApiError
 from tessera.serve.openai.tools import MAX_CALLS, answer_form, calls_form
 from tessera.serve.records import AnswerService, Ask, ImageDraft, PromptPicture, Sampling
@@ -132,11 +113,11 @@ class EmbeddingDraft(msgspec.Struct, frozen=True, tag=True):
 
 
 def read_chat(raw: bytes, card: ModelCard) -> Draft:
-    request = parse(ChatRequest, raw, card.names)
+    request = bodies.parse(bodies.ChatRequest, raw, card.names)
     turns, urls = _turns(request.messages, card.mark)
     tools = request.callable_tools
     shown = [_shown_tool(tool) for tool in (request.tools or () if tools else ())]
-    prompt = tuple(card.text.chat(turns, shown, card.capacity, template_variables(request)))
+    prompt = tuple(card.text.chat(turns, shown, card.capacity, bodies.template_variables(request)))
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     most = request.max_completion_tokens or request.max_tokens
     grammar, place = _form(request, tools)
@@ -146,10 +127,10 @@ def read_chat(raw: bytes, card: ModelCard) -> Draft:
 
 
 def read_completion(raw: bytes, card: ModelCard) -> Draft:
-    request = parse(CompletionRequest, raw, card.names)
-    n, given_prompts = request.n or 1, apart(request.prompt, "prompt")
+    request = bodies.parse(bodies.CompletionRequest, raw, card.names)
+    n, given_prompts = request.n or 1, bodies.apart(request.prompt, "prompt")
     if (num := len(given_prompts) * n) > MAX_ASKS:
-        raise invalid("n", f"at most {MAX_ASKS} answers per request, got {num}")
+        raise bodies.invalid("n", f"at most {MAX_ASKS} answers per request, got {num}")
     prompts, echoes = [], []
     for given in given_prompts:
         tokens = _tokens(given, card, "prompt")
@@ -167,25 +148,25 @@ def _tokens(given: str | list[int], card: ModelCard, field: str) -> tuple[int, .
     if isinstance(given, str):
         found = tuple(card.text.encode(given, card.capacity))
         if not found:
-            raise invalid(field, "the prompt has no token")
+            raise bodies.invalid(field, "the prompt has no token")
         return found
     if (wrong := max(given)) >= card.vocab_size:
-        raise invalid(field, f"token {wrong} is not below the vocabulary size {card.vocab_size}")
+        raise bodies.invalid(field, f"token {wrong} is not below the vocabulary size {card.vocab_size}")
     return tuple(given[: card.capacity + 1])
 
 
 def read_embedding(raw: bytes, card: ModelCard) -> EmbeddingDraft:
-    request = parse(EmbeddingRequest, raw, card.names)
-    given, size = apart(request.input, "input"), request.dimensions
+    request = bodies.parse(bodies.EmbeddingRequest, raw, card.names)
+    given, size = bodies.apart(request.input, "input"), request.dimensions
     if len(given) > MAX_INPUTS:
-        raise invalid("input", f"at most {MAX_INPUTS} inputs per request, got {len(given)}")
+        raise bodies.invalid("input", f"at most {MAX_INPUTS} inputs per request, got {len(given)}")
     if size is not None and size not in card.vector_sizes and 0 not in card.vector_sizes:
         remedy = f"use {', '.join(map(str, card.vector_sizes))}" if card.vector_sizes else "leave it out"
-        raise invalid("dimensions", f"this model's vectors cannot be cut to {size}; {remedy}")
+        raise bodies.invalid("dimensions", f"this model's vectors cannot be cut to {size}; {remedy}")
     inputs = []
     for one in given:
         if one == "":
-            raise invalid("input", "a text is empty")
+            raise bodies.invalid("input", "a text is empty")
         inputs.append(_tokens(card.prefix + one if isinstance(one, str) else one, card, "input"))
     longest = max(map(len, inputs))
     if longest > card.capacity:
@@ -195,12 +176,12 @@ def read_embedding(raw: bytes, card: ModelCard) -> EmbeddingDraft:
 
 
 def read_image(raw: bytes, card: ModelCard) -> ImageDraft:
-    request = parse(ImageRequest, raw, card.names)
+    request = bodies.parse(bodies.ImageRequest, raw, card.names)
     width = height = None
     if request.size not in (None, "auto"):
         width, height = map(int, str(request.size).split("x"))
         if width * height > MAX_PIXELS:
-            raise invalid("size", f"more than {MAX_PIXELS:,} pixels")
+            raise bodies.invalid("size", f"more than {MAX_PIXELS:,} pixels")
     options = {
         "width": width,
         "height": height,
@@ -212,16 +193,16 @@ def read_image(raw: bytes, card: ModelCard) -> ImageDraft:
 
 
 def tokenize(raw: bytes, card: ModelCard) -> bytes:
-    request = parse(TokenizeRequest, raw, card.names)
+    request = bodies.parse(bodies.TokenizeRequest, raw, card.names)
     if request.messages is not None:
         turns, _ = _turns(request.messages, card.mark)
         shown = [_shown_tool(tool) for tool in request.tools or ()]
-        tokens = card.text.chat(turns, shown, MAX_VALUES, template_variables(request))
+        tokens = card.text.chat(turns, shown, bodies.MAX_VALUES, bodies.template_variables(request))
     else:
         adds = request.add_special_tokens is not False
-        tokens = card.text.encode(request.prompt or "", MAX_VALUES, adds)
-    if len(tokens) > MAX_VALUES:
-        raise invalid("prompt", f"it has more than {MAX_VALUES:,} tokens")
+        tokens = card.text.encode(request.prompt or "", bodies.MAX_VALUES, adds)
+    if len(tokens) > bodies.MAX_VALUES:
+        raise bodies.invalid("prompt", f"it has more than {bodies.MAX_VALUES:,} tokens")
     strings = None
     if request.return_token_strs:
         strings = [card.text.token_bytes(token).decode(errors="replace") for token in tokens]
@@ -230,19 +211,21 @@ def tokenize(raw: bytes, card: ModelCard) -> bytes:
 
 
 def detokenize(raw: bytes, card: ModelCard) -> bytes:
-    request = parse(DetokenizeRequest, raw, card.names)
+    request = bodies.parse(bodies.DetokenizeRequest, raw, card.names)
     if request.tokens and (wrong := max(request.tokens)) >= card.vocab_size:
-        raise invalid("tokens", f"token {wrong} is not below the vocabulary size {card.vocab_size}")
+        raise bodies.invalid("tokens", f"token {wrong} is not below the vocabulary size {card.vocab_size}")
     return msgspec.json.encode({"prompt": card.text.decode(request.tokens)})
 
 
-def _form(request: ChatRequest | CompletionRequest, tools: Sequence[Tool]) -> tuple[str, str]:
+def _form(
+    request: bodies.ChatRequest | bodies.CompletionRequest, tools: Sequence[bodies.Tool]
+) -> tuple[str, str]:
     form = request.response_format
     schema = None if form is None else form.schema_of_answer
     answer = "" if schema is None else answer_form(schema)
-    if not isinstance(request, ChatRequest) or not (request.is_forced or (tools and answer)):
+    if not isinstance(request, bodies.ChatRequest) or not (request.is_forced or (tools and answer)):
         return (f"start: {answer}", "response_format") if answer else ("", "")
-    is_single = request.parallel_tool_calls is False or isinstance(request.tool_choice, Tool)
+    is_single = request.parallel_tool_calls is False or isinstance(request.tool_choice, bodies.Tool)
     schemas = {x.function.name: x.function.parameters or NO_PARAMETERS for x in tools}
     calls = calls_form(schemas, 1 if is_single else MAX_CALLS)
     if request.is_forced:
@@ -250,21 +233,21 @@ def _form(request: ChatRequest | CompletionRequest, tools: Sequence[Tool]) -> tu
     return f"start: answer | calls\nanswer: {answer}\n{calls}", "response_format"
 
 
-def _shown_tool(tool: Tool) -> dict[str, Any]:
+def _shown_tool(tool: bodies.Tool) -> dict[str, Any]:
     function = tool.function
     described = {} if function.description is None else {"description": function.description}
     parameters = function.parameters or NO_PARAMETERS
     return {"type": "function", "function": {"name": function.name, **described, "parameters": parameters}}
 
 
-def _turns(messages: Sequence[Message], mark: str) -> tuple[list[dict[str, Any]], list[str]]:
+def _turns(messages: Sequence[bodies.Message], mark: str) -> tuple[list[dict[str, Any]], list[str]]:
     """Turns with a mark per picture, and the pictures' URLs."""
     turns: list[dict[str, Any]] = []
     urls: list[str] = []
     for number, message in enumerate(messages):
         content = message.content or ""
-        parts = [MessagePart(type="text", text=content)] if isinstance(content, str) else content
-        turn: dict[str, Any] = {"role": ROLES[message.role]}
+        parts = [bodies.MessagePart(type="text", text=content)] if isinstance(content, str) else content
+        turn: dict[str, Any] = {"role": bodies.ROLES[message.role]}
         turn["content"] = "".join(_part(part, mark, urls, number) for part in parts)
         if message.tool_calls:
             turn["tool_calls"] = [_call(call, number) for call in message.tool_calls]
@@ -279,7 +262,7 @@ def _wrong(number: int, what: str, code: str = "unsupported_value") -> ApiError:
     return ApiError(400, f"messages.{number}: {what}", "messages", code)
 
 
-def _call(call: ToolCall, number: int) -> dict[str, Any]:
+def _call(call: bodies.ToolCall, number: int) -> dict[str, Any]:
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError):
@@ -290,7 +273,7 @@ def _call(call: ToolCall, number: int) -> dict[str, Any]:
     return {**known, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
-def _part(part: MessagePart, mark: str, urls: list[str], number: int) -> str:
+def _part(part: bodies.MessagePart, mark: str, urls: list[str], number: int) -> str:
     """Text without the client's own marks; or the mark of a picture, whose URL goes to `urls`."""
     if part.type == "text" and part.text is not None:
         return part.text.replace(MARK, UNKNOWN)
@@ -298,7 +281,7 @@ def _part(part: MessagePart, mark: str, urls: list[str], number: int) -> str:
         reads = "text and image_url" if mark else "text"
         raise _wrong(number, f"a part of type '{part.type[:40]}' is not supported; this model reads {reads}")
     image = part.image_url
-    url = image.url if isinstance(image, ImageUrl) else image
+    url = image.url if isinstance(image, bodies.ImageUrl) else image
     if url is None:
         raise _wrong(number, "image_url is missing", "missing_required_parameter")
     if len(urls) == MAX_PICTURES:
@@ -308,7 +291,7 @@ def _part(part: MessagePart, mark: str, urls: list[str], number: int) -> str:
 
 
 def _draft(
-    request: ChatRequest | CompletionRequest,
+    request: bodies.ChatRequest | bodies.CompletionRequest,
     card: ModelCard,
     prompts: tuple[tuple[int, ...], ...],
     max_tokens: int | None,
@@ -325,7 +308,7 @@ def _draft(
         tuple(request.stop_token_ids or ()),
         bool(request.ignore_eos),
         request.min_tokens or 0,
-        isinstance(request, ChatRequest),
+        isinstance(request, bodies.ChatRequest),
         bool(request.stream),
         bool(options and options.include_usage),
         prompt_logprobs=request.prompt_logprobs,
@@ -333,7 +316,9 @@ def _draft(
     )
 
 
-def _sampling(request: ChatRequest | CompletionRequest, card: ModelCard, logprobs: int | None) -> Sampling:
+def _sampling(
+    request: bodies.ChatRequest | bodies.CompletionRequest, card: ModelCard, logprobs: int | None
+) -> Sampling:
     given: dict[str, Any] = dict(card.sampling)
     given |= {name: value for name in SAMPLED if (value := getattr(request, name)) is not None}
     bias = tuple((int(token), bias) for token, bias in (request.logit_bias or {}).items())
@@ -364,7 +349,7 @@ async def make_asks(draft: Draft, endpoint: Endpoint, client: str) -> AskBatch:
     grammar = await _grammar(draft, endpoint) if draft.grammar else None
     # Every choice has its own reproducible seed.
     seed = draft.sampling.seed
-    seeds = [None if seed is None else (seed + choice) & MAX_INT for choice in range(draft.n)]
+    seeds = [None if seed is None else (seed + choice) & bodies.MAX_INT for choice in range(draft.n)]
     samplings = [replace(draft.sampling, seed=own) for own in seeds]
     notes = _prompt_logprobs(draft, prompts)
     most = most if notes is None else max(1, most)
