@@ -44,7 +44,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path
         contextlib.redirect_stdout(io.StringIO()) as out,
     ):
         patch.setattr("tessera.cli.demo.PROMPTS", PROMPTS[:3])
-        patch.setattr("tessera.cli.demo.FULL", replace(FULL, prompt_tokens=256, output_tokens=64))
+        patch.setattr("tessera.cli.demo.FULL", replace(FULL, prompt_tokens=128, output_tokens=16))
         if not is_whole():
             patch.setattr("tessera.cli.demo.ProcessPoolExecutor", Here)
         assert 0 == _main(["demo", "--json", "--tokens", "4", "--effort", "quick"])

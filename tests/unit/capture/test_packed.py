@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("transformers")
 
 from packed_factory import METHODS, write_folder
-from sampling import one_of_each
+from sampling import one_of_each, some_of
 from tessera.capture import Workload, build, record
 from tessera.capture.models import checkpoint
 from tessera.capture.models.packed import PackedWeight
@@ -40,7 +40,10 @@ def kind_of(pair: tuple[str, str]) -> tuple[str, str]:
     return str(METHODS[method][0].get("quant_method")), family
 
 
-KINDS: list[tuple[str, str]] = one_of_each(FOLDERS, kind_of)
+# Dense layers, and both ways to write experts; the rest goes the same ways.
+KINDS = some_of(
+    one_of_each(FOLDERS, kind_of), [("gptq", "llama"), ("mxfp4", "gpt_oss"), ("fp8-blocks", "qwen3_moe")]
+)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ from tessera.serve.service import Service
 from tessera.serve.text import ByteText
 
 LIMIT_S = 120.0
+# Between requests of a client: others have the processor meanwhile.
+PAUSE_S = 0.02
 ASKS = [Ask(tuple(range(5, 8 + number % 3)), 27, GREEDY, ignores_end=True) for number in range(6)]
 
 
@@ -88,6 +90,7 @@ def test_lengths_are_learned_and_better_groups_adopted_while_requests_run(
         async def client(number: int) -> None:
             while service.policy == "single" or len(found) < 24:
                 found.append((number, await read(service, ASKS[number])))
+                await asyncio.sleep(PAUSE_S)
 
         await asyncio.gather(*(client(number) for number in range(len(ASKS))))
         return found

@@ -35,7 +35,7 @@ from tessera.serve.text import ByteText  # noqa: E402
 
 MODEL, DEVICES = "tiny-llama", ("emu:a100", "emu:l40s")
 SPEC = ServeSpec(2, 4, 64, 32, load=Load(24, 24), policies=POLICIES, effort="quick")
-NUM, TOKENS = examples(16, 10), 24
+NUM, TOKENS = examples(16, 10), examples(24, 12)
 LIMIT_S = 60.0
 # Kills of the default run; the others are slow tests.
 KILLS = (

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from sampling import some_of
+from sampling import examples, some_of
 from serving_factory import (
     GREEDY,
     SHAPE,
@@ -191,7 +191,7 @@ def test_losses_of_either_side_change_no_answer(role: Role, seed: int, shape: Sh
     rng = random.Random(seed)
     losses = {rng.randrange(5, 400): Loss((rng.choice(TOYS),), 0.0, is_certain=False) for _ in range(12)}
     stepper = ToyStepper(shape, plans=(split_policy("split", role, shape),), losses=losses, seed=seed)
-    asks = [random_ask(rng, SHAPE.max_tokens) for _ in range(40)]
+    asks = [random_ask(rng, SHAPE.max_tokens) for _ in range(examples(40, 20))]
     with service_of(stepper) as service:
         told = wait_for(read_all(service, asks))
         snapshot = service.snapshot()
@@ -227,7 +227,7 @@ def test_policies_are_switched_under_load(seed: int, shape: Shape) -> None:
     rng = random.Random(seed)
     policies = every_policy(shape)
     stepper = ToyStepper(shape, plans=policies, seed=seed)
-    asks = [random_ask(rng, SHAPE.max_tokens, ignores_end=True) for _ in range(40)]
+    asks = [random_ask(rng, SHAPE.max_tokens, ignores_end=True) for _ in range(examples(40, 20))]
     names = [policy.policy for policy in policies]
 
     async def run(service: Service) -> list[object]:

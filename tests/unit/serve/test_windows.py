@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
 from own_code import reference as own_code
 from paged_mixer import plain_model
-from sampling import one_of_each
+from sampling import one_of_each, some_of
 from serving_factory import GREEDY, generated, policies_of, read_all, wait_for
 from tessera.ir import Load
 from tessera.kernels import PAGE, max_pages
@@ -55,7 +55,7 @@ def asks_of(*lengths: int, tokens: int = 90) -> list[Ask]:
     ]
 
 
-@by_model
+@pytest.mark.parametrize(("name", "windows"), some_of(BY_MODEL, BY_MODEL[:1]))
 def test_answers_with_few_pages_are_those_of_generate(
     name: str, windows: tuple[int, ...], tmp_path: Path
 ) -> None:
