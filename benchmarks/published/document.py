@@ -23,7 +23,7 @@ NUM_QUICK, NUM_FULL = 96, 320
 NOT_MADE = {
     "fig8": "99th percentiles stand in fig7 (ours_p99)",
     "fig9": "8 + 8 cards as services: they have no tensor parallelism, so `ours` is a bound",
-    "fig10": "measured on dilated devices: benchmarks/gpu_execute.py",
+    "fig10": "stream priorities; measured on dilated devices: benchmarks/results/pipelining_h200_202611.json",
 }
 Task = tuple[Callable[..., Any], tuple[Any, ...]]
 

@@ -5,9 +5,8 @@ is a ratio of loads (1.5); ours is the number of standard errors by which a load
 Windows are swept around the publication's 300 ms, in which hardly one of these requests arrives, and around
 ours, which is long enough for 100.
 
-`ours_switch_ms` is the mean time without a token of a request that a switch moves: its prompt is read again
-(simulated). `ours_switch_by_pages_ms` is what a service would need, which moves pages: those of all requests
-present on average, over the link (modelled).
+`ours_switch_ms` is the mean time without a token of a request that a switch moves (simulated);
+`ours_switch_by_pages_ms` how long the link takes for the pages of all requests present on average (modelled).
 """
 
 from statistics import fmean
