@@ -273,6 +273,13 @@ def test_without_a_dtype_a_model_has_its_weights(folder: Path, dtype: str | None
         assert own == build(Step(str(folder), "decode", 1, 8)).weights()[NORM].dtype
 
 
+def test_counts_of_published_models_are_allowed(folder: Path) -> None:
+    """Doge has 16,384 experts."""
+    config(num_experts=16_384)(folder)
+
+    assert build(Step(str(folder), "decode", 1, 8)).weights()
+
+
 def test_random_weights_are_asked_for_and_remembered(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

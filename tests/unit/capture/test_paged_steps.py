@@ -331,6 +331,13 @@ def test_a_model_that_cannot_be_served_is_refused(name: str, tmp_path: Path) -> 
         build(step_of(str(tmp_path)))
 
 
+def test_prompts_that_attend_in_both_directions_are_refused(tmp_path: Path) -> None:
+    """Steps read a prompt from its beginning."""
+    sizes = {**BY_NAME["gemma3_text"].sizes, "use_bidirectional_attention": True}
+    with pytest.raises(CaptureError, match="attend in both directions"):
+        folder_step(Model("gemma3_text", "Gemma3ForCausalLM", sizes), tmp_path, FLAT)
+
+
 def test_a_model_whose_attention_reads_other_values_than_it_keeps_is_called_by_rows(tmp_path: Path) -> None:
     """DiffLlama attends twice to the same keys, with halves of its values."""
     sizes = {**BY_NAME["llama"].sizes, "head_dim": 8}

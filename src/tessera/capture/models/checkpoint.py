@@ -27,7 +27,7 @@ MAX_JSON_BYTES = 64 * 2**20
 # Not JSON numbers: transformers writes {"__float__": "Infinity"}.
 SPECIAL_FLOATS = ("Infinity", "-Infinity", "NaN")
 # Upper bounds of any integer, of counts, and of layers and heads.
-MAX_INT, MAX_NUM, MAX_COUNT = 2**53, 2**20, 2**12
+MAX_INT, MAX_NUM, MAX_COUNT = 2**53, 2**20, 2**15
 COUNTS = re.compile(r"layer|depth|block|group|expert|head|stage")
 NO_COUNTS = re.compile(r"size|dim|len|token|window|position")
 POSITIVE = frozenset({

@@ -94,6 +94,11 @@ def _find_layout(model: Any) -> StepLayout:
             f"a {config.model_type} is not served by steps: it is no decoder with a cache",
             "Serve a causal language model.",
         )
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        raise CaptureError(
+            f"a {model.config.model_type} cannot be served by steps: its prompts attend in both directions",
+            "Serve a causal language model, or this one's --step call by tessera run.",
+        )
     _fix_frequencies(model)
     errors = []
     for kind in (FLAT, ROWS, DENSE):
