@@ -10,6 +10,7 @@ import families
 from sampling import one_of_each
 from tessera.capture import Workload, check_device, fake, record_step
 from tessera.capture.fake import choose
+from tessera.capture.models import catalog
 from tessera.capture.record import _record
 from tessera.errors import CaptureError, UnknownName
 from tessera.ir import BufferKind, Step, Trace
@@ -79,14 +80,19 @@ def test_a_wider_access_is_a_difference() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "kind", "launches", "weight_gb"),
+    ("model", "kind", "layers", "launches", "weight_gb"),
     [
-        ("llama-3-8b", "decode", 1308, 16.1),
-        pytest.param("sd3.5-medium", "denoise", 2356, 4.9, marks=pytest.mark.slow),
+        ("llama-3-8b", "decode", 4, 188, 3.8),
+        pytest.param("llama-3-8b", "decode", 32, 1308, 16.1, marks=pytest.mark.slow),
+        pytest.param("sd3.5-medium", "denoise", 24, 2356, 4.9, marks=pytest.mark.slow),
     ],
 )
-def test_a_full_size_model_needs_no_memory(model: str, kind: str, launches: int, weight_gb: float) -> None:
+def test_a_full_size_model_needs_no_memory(
+    model: str, kind: str, layers: int, launches: int, weight_gb: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Billions of parameters are recorded by name and size alone."""
+    if model in catalog.LANGUAGE:
+        monkeypatch.setitem(catalog.LANGUAGE[model][1], "num_hidden_layers", layers)
     trace = record_step(Step(model, kind, 1, 512), "fake")
     weights = sum(trace.buffers[b].size_bytes for b in trace.buffers_of(BufferKind.WEIGHT))
 

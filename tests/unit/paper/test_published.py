@@ -118,6 +118,8 @@ def test_the_document_has_every_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor, "ERRORS", ())
     monkeypatch.setattr(monitor, "NUM_REQUESTS", 40)
     monkeypatch.setattr(monitor, "LENGTHS", "fixed:2,2")
+    monkeypatch.setattr("benchmarks.row_service.metrics.LEAST", 50)
+    monkeypatch.setattr("benchmarks.row_service.metrics.REFINED", 0)
     monkeypatch.setattr(monitor, "_plans", lambda: both_plans(2))  # Llama's take long to make
     instances = {"published": {"2_devices": {"50": 1.0}}, "re_measured": {"rows": {}}}
     monkeypatch.setattr(solver, "figures", lambda: {"fig12b_solver": instances})

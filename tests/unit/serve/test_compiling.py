@@ -31,9 +31,10 @@ Make = Callable[[], ServedModel]
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """A folder of a Llama with two layers: both processes read it."""
+    """A folder of a Llama with one layer: both processes read it."""
     folder = tmp_path_factory.mktemp("llama")
-    next(model for model in MODELS if model.name == "llama").write(folder)
+    llama = next(model for model in MODELS if model.name == "llama")
+    replace(llama, sizes={**llama.sizes, "num_hidden_layers": 1}).write(folder)
     return partial(served, str(folder), replace(SPEC, random_weights=True))
 
 

@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
 from own_code import reference as own_code
 from paged_mixer import plain_model
-from sampling import one_of_each, some_of
+from sampling import examples, one_of_each, some_of
 from serving_factory import GREEDY, generated, policies_of, read_all, wait_for
 from tessera.ir import Load
 from tessera.kernels import PAGE, max_pages
@@ -117,7 +117,7 @@ def test_answers_of_two_workers_are_those_of_generate(
         2, 4, 160, 16, load=Load(48, 30), policies=(policy,), effort="quick", random_weights=True
     )
     made = prepare(str(tmp_path), make_cluster(parse_devices("emu:a100,emu:l40s"), "pcie4"), spec)
-    asks = asks_of(52, 40, 52, 17, 9, 60, tokens=30)
+    asks = asks_of(52, 40, 52, 17, 9, 60, tokens=examples(30, 12))
     with (
         made.workers() as stepper,
         Service(stepper, made.policies, made.model.shape, ByteText(), log=lambda line: None) as service,
