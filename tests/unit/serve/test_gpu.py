@@ -70,14 +70,14 @@ def asks() -> list[Ask]:
 
 
 @functools.cache
-def wanted() -> list[Any]:
+def wanted(name: str = "tiny-llama", spec: ServeSpec | None = None) -> list[Any]:
     """What the model itself answers."""
-    return wanted_of(asks())
+    return wanted_of(asks(), name, spec)
 
 
-def wanted_of(asked: Sequence[Ask]) -> list[Any]:
+def wanted_of(asked: Sequence[Ask], name: str = "tiny-llama", spec: ServeSpec | None = None) -> list[Any]:
     """What the model itself answers to these."""
-    model = served("tiny-llama", ServeSpec(**SIZES))
+    model = served(name, spec or ServeSpec(**SIZES))
     given = (model.shape, ByteText())
     with reference(model) as whole, Service(whole, policies_of(whole, model.shape), *given) as service:
         return [told.what for told in wait_for(read_all(service, asked))]
@@ -243,17 +243,13 @@ def test_a_gpu_and_its_host_answer_as_the_model_does(
     cluster = replace(cluster, links=tuple(replace(link, fetch_gbps=gbps) for link in cluster.links))
     made = planning.prepare("tiny-gpt-oss", cluster, spec)
     placement = made.policies[0].plans[0].lanes[0].placement
-    model = served("tiny-gpt-oss", spec)
-    given = (model.shape, ByteText())
-    with reference(model) as whole, Service(whole, policies_of(whole, model.shape), *given) as service:
-        right = [told.what for told in wait_for(read_all(service, asks()))]
-    with made.workers() as stepper, Service(stepper, made.policies, *given) as service:
+    with made.workers() as stepper, Service(stepper, made.policies, made.model.shape, ByteText()) as service:
         found = [told.what for told in wait_for(read_all(service, asks()))]
 
     assert "kernel-level" == made.policies[0].policy
     assert is_fetching == bool(placement.fetched)
     assert is_fetching or {0, 1} == set(placement.devices[-1])
-    assert right == found
+    assert wanted("tiny-gpt-oss", spec) == found
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ openai = pytest.importorskip("openai", reason="needs openai")
 jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema")
 
 from http_factory import Running, Scripted, running, serving  # noqa: E402
+from sampling import examples  # noqa: E402
 from serving_factory import ToyStepper, service_of  # noqa: E402
 from tessera.serve.grammar import GrammarCompiler  # noqa: E402
 from tessera.serve.metrics import Metrics  # noqa: E402
@@ -135,7 +136,7 @@ def test_the_client_parses_a_form_by_its_own_class(client: Any) -> None:
 def test_required_tools_are_called(client: Any) -> None:
     """One call or several, each of a known tool with arguments by its schema."""
     seen = set()
-    for seed in range(16):
+    for seed in range(examples(16, 8)):
         choice = ask(client, tools=TOOLS, tool_choice="required", seed=seed).choices[0]
         assert ("tool_calls", None) == (choice.finish_reason, choice.message.content)
         assert len({call.id for call in choice.message.tool_calls}) == len(choice.message.tool_calls) >= 1
@@ -183,7 +184,7 @@ def test_calls_are_streamed_in_parts(client: Any) -> None:
 def test_a_form_and_tools_go_together(client: Any) -> None:
     """The answer follows the schema or calls a tool."""
     seen = set()
-    for seed in range(12):
+    for seed in range(examples(12, 8)):
         choice = ask(client, tools=TOOLS, response_format=FORMAT, seed=seed).choices[0]
         seen.add(choice.finish_reason)
         if choice.finish_reason == "stop":
