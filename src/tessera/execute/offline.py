@@ -64,15 +64,18 @@ def run_offline(
     policy: int | Callable[[int], int] = 0,
     on_done: Callable[[int], None] = lambda number: None,
     spans: SpanLog | None = None,
+    is_timed: bool = False,
+    skips: tuple[str, ...] = (),
     depth: int | None = None,
 ) -> OfflineRun:
     """Runs all requests, as many at a time as the plan says.
 
-    policy  current policy, or a function of the number of ended requests; a switch drains nothing
-    depth   requests in flight, instead of the plan's number
+    policy    current policy, or a function of the number of ended requests; a switch drains nothing
+    is_timed  only times matter: state starts as zeros, and nothing is kept
+    depth     requests in flight, instead of the plan's number
     """
     choose = policy if callable(policy) else lambda num_done: policy
-    return _Run(stepper, requests, choose, on_done, spans, depth).through()
+    return _Run(stepper, requests, choose, on_done, spans, is_timed, skips, depth).through()
 
 
 @dataclass
@@ -82,6 +85,8 @@ class _Run(Watcher[int]):
     policy: Callable[[int], int]
     on_done: Callable[[int], None]
     spans: SpanLog | None
+    is_timed: bool
+    skips: tuple[str, ...]
     depth: int | None
 
     def __post_init__(self) -> None:
@@ -162,8 +167,8 @@ class _One(Content[int]):
         if run.spans is not None:
             run.spans.open(self._number, request)
 
-    def state(self) -> Tensors:
-        return self._request.state()
+    def state(self) -> Tensors | None:
+        return None if self._run.is_timed else self._request.state()
 
     def next_step(self) -> StepCall | None:
         if self._held is None:
@@ -171,10 +176,13 @@ class _One(Content[int]):
         step, run = self._left.pop()
         last = self._result.outputs[-1] if self._result.outputs else {}
         inputs = self._request.inputs(step, run, last)
-        return StepCall(self._number, step, inputs, wants_state=not self._left)
+        wants_state = not self._left and not self._run.is_timed
+        return StepCall(self._number, step, inputs, self._run.skips, wants_state)
 
     def end(self, done: StepDone) -> Sequence[int]:
         if done.outputs:
+            if self._run.is_timed:
+                self._result.outputs.clear()
             self._result.outputs.append(dict(done.outputs))
         if self._left:
             return ()
