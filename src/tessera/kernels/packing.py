@@ -9,23 +9,41 @@
     int4    0 to 15                             number
     int8    -128 to 127                         number
     fp8     8-bit float                         number
-    mxfp4   4-bit float (1, 2 and 1 bits)       power of two: exponent plus 127, one byte
+    mxfp4   4-bit float (1, 2 and 1 bits)       power of two: exponent plus 127, one byte; always tiled
 
 A weight is (code - zero) * scale, computed in float32 and rounded once to the type of the product.
+
+Weights whose groups fill 64 bytes of codes (128 columns of 4 bits) are tiled, in the order in which a GPU's
+threads multiply: format `int4_tiled`, `fp8_tiled` or `mxfp4_tiled`, block (32, K).
+
+    codes   [..., N, 16 per 64 bytes] words. Word j has columns 32 p + 2 j and the next, in its halves; code
+            p of a half is its p-th, in MXFP4 with bits where bfloat16 has them, after a shift.
+    scales  [..., N / 32, 32 per group] words: float32 with the zero in its last 4 bits (int4), float32, or
+            four exponents plus 63. Row 8 i + j of 32 is at 4 j + i.
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
-BITS = {"int4": 4, "int8": 8, "fp8": 8, "mxfp4": 4}
+TILED = {"int4": "int4_tiled", "fp8": "fp8_tiled", "mxfp4": "mxfp4_tiled"}
+PLAIN = {tiled: plain for plain, tiled in TILED.items()}
+BITS = {"int4": 4, "int8": 8, "fp8": 8, "mxfp4": 4, "int4_tiled": 4, "fp8_tiled": 8, "mxfp4_tiled": 4}
 MIDDLE = {"int4": 8}
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 EXPONENT_BIAS = 127
+MXFP4_BLOCK = 32
+# Bytes of a tile's row, rows that share a tile of scales, columns of a group.
+TILE_BYTES, TILE_ROWS, GROUP = 64, 32, 128
+# Bits of MXFP4's codes of a half word: sign, exponent, exponent, mantissa.
+PLACES = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 13, 10, 11))
+# Exponents have 63 more, so that products with small floats stay normal.
+MORE, MAX_EXPONENT = 63, 191
 
 
-def num_columns(codes: torch.Tensor, weight_format: str) -> int:
-    return codes.shape[-1] * 8 // BITS[weight_format]
+def num_columns(codes: torch.Tensor, weight_format: str, block: Sequence[int]) -> int:
+    return block[1] if weight_format in PLAIN else codes.shape[-1] * 8 // BITS[weight_format]
 
 
 def unpack_nibbles(codes: torch.Tensor) -> torch.Tensor:
@@ -37,6 +55,88 @@ def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
     return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
+def can_tile(codes: torch.Tensor, scales: torch.Tensor, weight_format: str, block: Sequence[int]) -> bool:
+    columns = num_columns(codes, weight_format, block)
+    is_wide = block[1] % GROUP == 0 or block[1] >= columns
+    fits = {
+        "int4": is_wide and block[0] == 1 and scales.dtype in (torch.float16, torch.bfloat16),
+        "fp8": is_wide and codes.dtype is torch.float8_e4m3fn,
+        "mxfp4": tuple(block) == (1, MXFP4_BLOCK),
+    }
+    return columns % MXFP4_BLOCK == 0 and fits.get(weight_format, False)
+
+
+def tile(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    weight_format: str,
+    block: Sequence[int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    (rows, size), columns = codes.shape[-2:], num_columns(codes, weight_format, block)
+    plain = torch.nn.functional.pad(codes.view(torch.uint8), (0, -size % TILE_BYTES))
+    if weight_format == "fp8":
+        halves = plain.unflatten(-1, (-1, 2, 16, 2)).movedim(-3, -1).flatten(-4)
+        words = halves.contiguous().view(torch.int32)
+    else:
+        many = plain.view(-1, rows, plain.shape[-1] // TILE_BYTES, 4, 16)
+        words = torch.stack([_words(each, weight_format) for each in many]).view(*codes.shape[:-1], -1)
+    if weight_format == "mxfp4":
+        powers = (scales.clamp(max=MAX_EXPONENT) + MORE).to(torch.uint8)
+        info = torch.nn.functional.pad(powers, (0, -powers.shape[-1] % 4)).view(torch.int32)
+    else:
+        groups = torch.arange(0, columns, GROUP, device=codes.device) // block[1]
+        info = scales.repeat_interleave(block[0], -2)[..., :rows, groups].float().view(torch.int32)
+    if weight_format == "int4":
+        info = info | (MIDDLE["int4"] if zeros is None else zeros[..., groups].int())
+    info = torch.nn.functional.pad(info, (0, 0, 0, -rows % TILE_ROWS))
+    info = info.unflatten(-2, (-1, 4, 8)).movedim(-1, -3).transpose(-1, -2)
+    return words, info.flatten(-3).contiguous()
+
+
+def _words(codes: torch.Tensor, weight_format: str) -> torch.Tensor:
+    """Of bytes [..., tiles, 4, 16], two codes each; by bytes, which CPUs compute fast."""
+    planes, made = codes.movedim(-2, 0).contiguous(), []
+    for a, b, c, d in (planes & 15, planes >> 4):
+        if weight_format == "int4":
+            made += [a | b << 4, c | d << 4]
+        else:
+            made.append((a & 3) << 6 | (b & 7) << 3 | c & 7)
+            made.append(
+                (a & 8) << 4 | (a & 4) >> 2 | (b & 8) << 1 | (c & 8) >> 2 | (d & 13) << 3 | (d & 2) << 1
+            )
+    return torch.stack(made, -1).view(torch.int32)
+
+
+def _untiled(
+    codes: torch.Tensor, scales: torch.Tensor, weight_format: str, columns: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Codes (numbers for mxfp4), scales, zeros."""
+    halves = codes.view(torch.int16).unflatten(-1, (-1, 32))
+    info = scales.unflatten(-1, (-1, 8, 4)).transpose(-1, -2).movedim(-3, -1).flatten(-4, -2)
+    info, zeros = info[..., : codes.shape[-2], :].contiguous(), None
+    if weight_format == "mxfp4":
+        fours = _numbers_of_halves().to(codes.device).index_select(0, halves.flatten().int() & 0xFFFF)
+        plain = fours.view(torch.bfloat16).view(*halves.shape, 4).movedim(-1, -2).flatten(-3)
+        powers = info.view(torch.uint8)[..., : columns // MXFP4_BLOCK].float() - (MORE + EXPONENT_BIAS)
+        return plain[..., :columns], torch.exp2(powers), None
+    if weight_format == "fp8":
+        plain = codes.view(torch.uint8).unflatten(-1, (-1, 16, 2, 2)).movedim(-1, -3).flatten(-4)
+        plain = plain.view(torch.float8_e4m3fn)
+    else:
+        plain = torch.stack([halves >> (4 * p) & 15 for p in range(4)], -2).flatten(-3)
+        info, zeros = info & ~15, info & 15
+    return plain[..., :columns], info.view(torch.float32), zeros
+
+
+@cache
+def _numbers_of_halves() -> torch.Tensor:
+    """Four bfloat16 in 64 bits."""
+    halves = torch.arange(1 << 16)
+    codes = [sum((halves >> bit & 1) << (3 - n) for n, bit in enumerate(bits)) for bits in PLACES]
+    return torch.tensor(E2M1).bfloat16()[torch.stack(codes, -1)].view(torch.int64).flatten()
+
+
 def dequantise(
     codes: torch.Tensor,
     scales: torch.Tensor,
@@ -46,11 +146,15 @@ def dequantise(
     block: Sequence[int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    if weight_format == "mxfp4":
-        return _dequantise_mxfp4(codes, scales, dtype)
-    if BITS[weight_format] == 4:
+    plain_format = PLAIN.get(weight_format, weight_format)
+    if weight_format in PLAIN:
+        codes, scales, zeros = _untiled(codes, scales, plain_format, block[1])
+        block = (1, MXFP4_BLOCK if plain_format == "mxfp4" else GROUP)
+    elif BITS[weight_format] == 4:
         codes = unpack_nibbles(codes)
     rows, columns = codes.shape[-2:]
+    if plain_format == "mxfp4" and dtype is torch.bfloat16:  # powers of two are exact
+        return codes.unflatten(-1, (-1, MXFP4_BLOCK)).mul(scales.to(dtype)[..., None]).flatten(-2)
 
     def spread(blocks: torch.Tensor) -> torch.Tensor:
         wide = blocks.repeat_interleave(block[0], -2)[..., :rows, :] if block[0] > 1 else blocks
@@ -59,18 +163,7 @@ def dequantise(
     values = codes.float()
     if zeros is not None:
         values -= spread(zeros.float())
-    elif weight_format in MIDDLE:
-        values -= MIDDLE[weight_format]
+    elif plain_format in MIDDLE:
+        values -= MIDDLE[plain_format]
     weight = values.mul_(spread(scales.float())).to(dtype)
     return weight if order is None else torch.empty_like(weight).index_copy_(-1, order, weight)
-
-
-def _dequantise_mxfp4(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    # Products with these powers of two are exact in this type.
-    exact = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
-    values = torch.tensor(E2M1, dtype=exact, device=codes.device)
-    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], -1)
-    words = pairs.view(torch.int32 if exact.itemsize == 2 else torch.int64).flatten()
-    found = words.index_select(0, codes.flatten().int()).view(exact).view(*scales.shape, -1)
-    powers = torch.exp2(scales.float() - EXPONENT_BIAS).to(exact)
-    return found.mul_(powers[..., None]).flatten(-2).to(dtype)

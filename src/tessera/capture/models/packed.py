@@ -29,7 +29,9 @@ from torch.nn.functional import linear
 import tessera.kernels.packed  # noqa: F401 - registers the operators
 from tessera.capture.models.checkpoint import AGAIN, CONVERT, Tensors, first_line
 from tessera.errors import CaptureError
-from tessera.kernels.packing import MIDDLE, num_columns, pack_nibbles, unpack_nibbles
+from tessera.kernels.packing import (
+    MIDDLE, MXFP4_BLOCK, TILE_ROWS, TILED, can_tile, num_columns, pack_nibbles, tile, unpack_nibbles,
+)  # fmt: skip
 
 UNSUPPORTED = {
     "bitsandbytes": "bitsandbytes", "gguf": "GGUF", "exl2": "EXL2", "exl3": "EXL3", "quanto": "quanto",
@@ -41,7 +43,6 @@ PACKINGS = ("quantization_config", "compression_config")
 ELSEWHERE = ("torchao",)
 # Columns of AWQ's eight codes in 32 bits, by code.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-MXFP4_BLOCK = 32
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ class PackedWeight(torch.Tensor):
     def __new__(cls: type, code: Code, dtype: torch.dtype, **parts: torch.Tensor | None) -> "PackedWeight":
         codes = parts["codes"]
         assert codes is not None
-        shape = [*codes.shape[:-1], num_columns(codes, code.format)]
+        shape = [*codes.shape[:-1], num_columns(codes, code.format, code.block)]
         if code.is_turned:
             shape[-2:] = shape[:-3:-1]
         made: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)
@@ -364,7 +365,7 @@ def _checked(
         made = read(weight, parts)
     except (RuntimeError, IndexError, ZeroDivisionError) as error:
         raise CaptureError(f"{name} cannot be unpacked: {first_line(error)}", AGAIN) from error
-    rows = made.codes.shape[-2], num_columns(made.codes, made.code.format)
+    rows = made.codes.shape[-2], num_columns(made.codes, made.code.format, made.code.block)
     blocks = [*made.codes.shape[:-2], *(-(-n // b) for n, b in zip(rows, made.code.block, strict=True))]
     for part in (made.scales, made.zeros):
         if part is not None and list(part.shape) != blocks:
@@ -384,9 +385,14 @@ def _read(
         made = read(outline(weight), parts).each(lambda part: part.to("meta"))
     else:
         made = read(weight[...], {key: part[...] for key, part in parts.items()})
+    form, block = made.code.format, made.code.block
+    if can_tile(made.codes, made.scales, form, block):
+        codes, scales = tile(made.codes, made.scales, made.zeros, form, block)
+        code = Code(TILED[form], (TILE_ROWS, made.shape[-1]))
+        made = PackedWeight(code, made.dtype, codes=codes, scales=scales, order=made.order)
     exchanged = [*made.shape[:-2], *made.shape[:-3:-1]]
     # Square experts of MXFP4 (gpt-oss) are exchanged too.
-    is_sure = list(made.shape) != exchanged or made.code.format == "mxfp4"
+    is_sure = list(made.shape) != exchanged or form == "mxfp4"
     is_exchanged = shape is not None and list(shape) == exchanged and is_sure
     return _turned(made, -2, -1) if is_exchanged else made
 
