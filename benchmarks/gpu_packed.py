@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for its sibli
 from benchmarks.gpu_http import card
 
 from tessera.kernels.packed_triton import ProductTile, multiply
-from tessera.kernels.packing import BITS
+from tessera.kernels.packing import BITS, TILED, can_tile, tile
 
 # Outputs and inputs of a layer of Llama 3 8B.
 LAYER = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
@@ -43,7 +43,7 @@ REPLAYS = 7
 
 
 def make_weight(form: str, experts: int, outputs: int, inputs: int) -> tuple[Any, ...]:
-    """Codes, scales, zeros and block; a plain weight for bf16."""
+    """Codes, scales, zeros, format and block; a plain weight for bf16."""
     if form == "bf16":
         return (torch.randn(experts, outputs, inputs, device="cuda", dtype=torch.bfloat16),)
     rows, width = BLOCKS[form]
@@ -56,7 +56,9 @@ def make_weight(form: str, experts: int, outputs: int, inputs: int) -> tuple[Any
     if form == "mxfp4":
         scales = torch.full(blocks, 120, dtype=torch.uint8, device="cuda")
     zeros = torch.full(blocks, 7, dtype=torch.int8, device="cuda") if form == "int4" else None
-    return codes, scales, zeros, (rows, width)
+    if can_tile(codes, scales, form, (rows, width)):  # as folders are read
+        return *tile(codes, scales, zeros, form, (rows, width)), None, TILED[form], (32, inputs)
+    return codes, scales, zeros, form, (rows, width)
 
 
 def num_bytes(weight: Sequence[Any]) -> int:
@@ -64,14 +66,14 @@ def num_bytes(weight: Sequence[Any]) -> int:
 
 
 def call(
-    form: str, weight: Sequence[Any], x: torch.Tensor, offsets: Any, tile: ProductTile | None = None
+    form: str, weight: Sequence[Any], x: torch.Tensor, offsets: Any, given_tile: ProductTile | None = None
 ) -> torch.Tensor:
     if form == "bf16" and offsets is None:
         return torch.nn.functional.linear(x, weight[0][0])
     if form == "bf16":
         return torch._grouped_mm(x, weight[0].transpose(1, 2), offs=offsets)
-    codes, scales, zeros, block = weight
-    return multiply(x, codes, scales, zeros, None, offsets, form, block, tile)
+    codes, scales, zeros, stored, block = weight
+    return multiply(x, codes, scales, zeros, None, offsets, stored, block, given_tile)
 
 
 def time_us(calls: Sequence[Callable[[], object]]) -> float:
@@ -95,7 +97,7 @@ def time_us(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def measure(
-    form: str, experts: int, size: tuple[int, int], rows: int, tile: ProductTile | None = None
+    form: str, experts: int, size: tuple[int, int], rows: int, given_tile: ProductTile | None = None
 ) -> tuple[float, int]:
     """Microseconds, and bytes of the weight that the rows need."""
     first = make_weight(form, experts, *size)
@@ -107,7 +109,7 @@ def measure(
     if experts > 1:
         offsets = (torch.arange(1, experts + 1, device="cuda") * rows // experts).int()
     used = min(rows, experts) / experts
-    calls = [lambda w=w: call(form, w, x, offsets, tile) for w in copies]
+    calls = [lambda w=w: call(form, w, x, offsets, given_tile) for w in copies]
     return time_us(calls), int(num_bytes(first) * used)
 
 
@@ -159,11 +161,11 @@ def sweep(forms: Sequence[str], seconds: float) -> dict[str, Any]:
             for tile_rows in (16,) if rows < 64 else (16, 32, 64):
                 if time.monotonic() - began > seconds * (number + 1) / len(cases):
                     break
-                tile = ProductTile(tile_rows, columns, splits, warps, stages)
+                trial = ProductTile(tile_rows, columns, splits, warps, stages)
                 try:
-                    found.append((measure(form, experts, size, rows, tile)[0], str(tile)[11:]))
+                    found.append((measure(form, experts, size, rows, trial)[0], str(trial)[11:]))
                 except Exception as error:  # noqa: BLE001 - one tile must not stop the others
-                    found.append((float("inf"), f"{tile}: {str(error)[:80]}"))
+                    found.append((float("inf"), f"{trial}: {str(error)[:80]}"))
         found.sort()
         key = f"{form} {experts}x{size} {rows} rows, {len(found)} tiles"
         best[key] = [(round(us, 1), words) for us, words in found[:4]]

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 from packed_factory import answer, serving, words, write_folder, write_words
 from tessera.kernels import lora, packed  # registers the operators
-from tessera.kernels.packing import BITS, dequantise
+from tessera.kernels.packing import BITS, PLAIN, dequantise, tile
 
 assert packed
 assert lora
@@ -19,7 +19,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-BLOCKS = {"int4": (1, 128), "int8": (1, 4096), "fp8": (128, 128), "mxfp4": (1, 32)}
+BLOCKS = {
+    "int4": (1, 64), "int8": (1, 4096), "fp8": (128, 128), "int4_tiled": (1, 128), "mxfp4_tiled": (1, 32),
+}  # fmt: skip
 
 
 def make_weight(form: str, experts: int, outputs: int, columns: int) -> tuple[Any, ...]:
@@ -33,9 +35,11 @@ def make_weight(form: str, experts: int, outputs: int, columns: int) -> tuple[An
         codes = torch.where(codes % 128 == 127, 1, codes).to(torch.uint8).view(torch.float8_e4m3fn)
     blocks = (experts, -(-outputs // rows), columns // width)
     scales = torch.rand(blocks).mul(0.01).bfloat16().cuda()
-    if form == "mxfp4":
+    if form == "mxfp4_tiled":
         scales = torch.randint(115, 121, blocks, dtype=torch.uint8).cuda()
-    zeros = torch.randint(0, 16, blocks, dtype=torch.int8).cuda() if form == "int4" else None
+    zeros = torch.randint(0, 16, blocks, dtype=torch.int8).cuda() if form.startswith("int4") else None
+    if form in PLAIN:
+        return *tile(codes, scales, zeros, PLAIN[form], (rows, width)), None, (32, columns)
     return codes, scales, zeros, (rows, width)
 
 
@@ -56,7 +60,7 @@ def test_a_product(form: str, dtype: torch.dtype, rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [4, 64, 2000])
-@pytest.mark.parametrize("form", ["mxfp4", "fp8"])
+@pytest.mark.parametrize("form", ["mxfp4_tiled", "fp8"])
 def test_experts(form: str, rows: int) -> None:
     """Rows of 8 experts, one of which has none."""
     codes, scales, zeros, block = make_weight(form, 8, 640, 512)

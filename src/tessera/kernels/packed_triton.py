@@ -1,15 +1,13 @@
 """The CUDA implementation of the operators of `packed`.
 
-  few rows           `tiled_few`: one program per 32 outputs and expert, whose warps divide the inputs. Codes
-                     and inputs go from memory to the registers of tensor core instructions, which are given
-                     as such: Triton's layouts of their operands differ by version.
-  some rows, experts `tiled_many`: one program per (tile of outputs, expert, split of inputs), with
-                     inputs in shared memory. `packed_product` for weights that are not tiled.
+  few rows, experts  `tiled_product`: one program per (tile of outputs, expert, split of inputs). Codes become
+                     numbers in registers, in the order of a tensor core's operand; scales multiply the sums
+                     of a group, in float32. `packed_product` for weights that are not tiled.
   many rows          `tiled_unpack` or `packed_unpack` writes the weight out, and the library multiplies.
 
 Codes become floats by their bits: a small integer is the mantissa of 128 (bfloat16) or 1024 (float16), and a
-small float keeps its exponent and mantissa, multiplied by the difference of the biases; one instruction
-turns two codes. Scales multiply the sums of a group, in float32.
+small float keeps its exponent and mantissa, multiplied by the difference of the biases. One instruction
+turns two codes.
 
 Tiles and splits depend on shapes alone, and there are no atomics: results repeat bit for bit on any card.
 """
@@ -31,12 +29,12 @@ MANY_ROWS, MANY_EACH, MAX_EXPERTS_BYTES = 256, 128, 2 << 30
 MAX_DEPTH, MIN_DEPTH = 128, 32
 # Programs that keep a large card's memory busy, and the least iterations of one.
 _BUSY, _LEAST = 200, 4
+# Those of tiled weights: of 16 rows, of more.
+_BUSY_FEW, _BUSY_MORE = 264, 128
 _MAX_SPLITS = 8
 # Bytes per output, row and split.
 _JOINED = 8
 _COLUMNS, _WARPS, _STAGES = 128, 4, 4
-# Rows, of each expert, of `tiled_few`; its warps that keep a large card's memory busy, and of a program.
-FEW_EACH, _BUSY_WARPS, _MAX_WARPS = 16, 1600, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,32 +46,20 @@ class ProductTile:
     stages: int = _STAGES
 
 
-def tile_for(rows: int, experts: int, outputs: int, iterations: int, line: int) -> ProductTile:
+def tile_for(
+    rows: int, experts: int, outputs: int, iterations: int, line: int, is_tiled: bool = False
+) -> ProductTile:
     """`line`: bytes of an output's codes."""
     each = rows if experts == 1 else -(-2 * rows // experts)
     tile_rows = min(max(16, triton.next_power_of_2(each)), 64)
     programs = -(-outputs // _COLUMNS) * min(experts, rows)
-    splits, most = 1, min(_MAX_SPLITS, line // (2 * _JOINED * rows))
-    while 2 * splits <= most and splits * programs < _BUSY and iterations >= 2 * splits * _LEAST:
+    busy, joined = (
+        (_BUSY, 2 * _JOINED) if not is_tiled else (_BUSY_FEW if tile_rows == 16 else _BUSY_MORE, _JOINED)
+    )
+    splits, most = 1, min(_MAX_SPLITS, line // (joined * rows))
+    while 2 * splits <= most and splits * programs < busy and iterations >= 2 * splits * _LEAST:
         splits *= 2
     return ProductTile(tile_rows, _COLUMNS, splits)
-
-
-@dataclass(frozen=True, slots=True)
-class FewTile:
-    """Tiles of 8 rows, and warps that divide the inputs."""
-
-    tiles: int
-    warps: int
-
-
-def few_for(rows: int, experts: int, outputs: int, line: int) -> FewTile:
-    """`line`: words of an output's codes."""
-    each = rows if experts == 1 else -(-2 * rows // experts)
-    programs, warps = -(-outputs // 32) * min(experts, rows), 4
-    while warps < _MAX_WARPS and programs * warps < _BUSY_WARPS and line // 16 >= 2 * warps:
-        warps *= 2
-    return FewTile(1 if each <= 8 else 2, warps)
 
 
 def depth_of(columns: int, group: int) -> int:
@@ -115,7 +101,7 @@ def multiply(
     offsets: torch.Tensor | None,
     weight_format: str,
     block: Sequence[int],
-    tile: "ProductTile | FewTile | None" = None,
+    tile: ProductTile | None = None,
 ) -> torch.Tensor:
     """x [M, K] times weights [E, N, K]; without `offsets` there is one weight."""
     rows, columns = x.shape
@@ -131,29 +117,18 @@ def multiply(
     out = x.new_empty(rows, outputs)
     if not out.numel():
         return out
-    is_short = x.dtype is torch.bfloat16 or (x.dtype is torch.float16 and weight_format != "mxfp4_tiled")
-    is_few = isinstance(tile, FewTile) or (tile is None and is_short and rows <= FEW_EACH * experts)
-    if weight_format in PLAIN and is_few:
-        few = tile if isinstance(tile, FewTile) else few_for(rows, experts, outputs, codes.shape[2])
-        x = x if x.data_ptr() % 16 == 0 else x.clone()
-        tiled_few[-(-outputs // 32), experts](
-            x.view(torch.int32), codes, scales, bias, offsets, out, rows,
-            **_tiled_sizes(outputs, columns, codes, scales, weight_format), IS_BRAIN=x.dtype is torch.bfloat16,
-            TILES=few.tiles, WARPS=few.warps, num_warps=few.warps, num_stages=1,
-        )  # fmt: skip
-        return out
-    tile = tile or tile_for(rows, experts, outputs, -(-columns // depth), codes.shape[2] * codes.itemsize)
-    assert isinstance(tile, ProductTile)
+    is_tiled, line = weight_format in PLAIN, codes.shape[2] * codes.itemsize
+    tile = tile or tile_for(rows, experts, outputs, -(-columns // depth), line, is_tiled)
     parts = x.new_empty(tile.splits, rows, outputs, dtype=torch.float32) if tile.splits > 1 else None
     grid, options = (-(-outputs // tile.columns), experts, tile.splits), {
         "ROWS": tile.rows, "COLUMNS": tile.columns, "SPLITS": tile.splits, "num_warps": tile.warps,
         "num_stages": tile.stages,
     }  # fmt: skip
-    if weight_format in PLAIN:
-        tiled_many[grid](
-            x, codes, scales, bias, offsets, out, parts, rows,
-            **_tiled_sizes(outputs, columns, codes, scales, weight_format),
-            IS_BRAIN=x.dtype is not torch.float16 or not is_short, **options,
+    if is_tiled:
+        is_brain = x.dtype is not torch.float16 or weight_format == "mxfp4_tiled"
+        tiled_product[grid](
+            x, codes, scales, bias, offsets, out, parts, rows, N=outputs, K=columns,
+            FORMAT=PLAIN[weight_format], IS_BRAIN=is_brain, **options,
         )  # fmt: skip
     else:
         each, items = _items(codes, weight_format, depth)
@@ -178,7 +153,7 @@ def unpack(
     if weight_format in PLAIN:
         out = torch.empty(experts, outputs, columns, dtype=dtype, device=codes.device)
         tiled_unpack[-(-outputs // 32), codes.shape[2] // 16, experts](
-            codes, scales, out, **_tiled_sizes(outputs, columns, codes, scales, weight_format)
+            codes, scales, out, N=outputs, K=columns, FORMAT=PLAIN[weight_format]
         )
         return out
     if columns % MIN_DEPTH or not depth_of(columns, block[1]):
@@ -190,18 +165,6 @@ def unpack(
         DEPTH=depth, COLUMNS=32,
     )  # fmt: skip
     return out
-
-
-def _tiled_sizes(
-    outputs: int, columns: int, codes: torch.Tensor, scales: torch.Tensor, weight_format: str
-) -> dict[str, Any]:
-    return {
-        "N": outputs,
-        "K": columns,
-        "LINE": codes.shape[-1],
-        "GROUPS": scales.shape[-1] // 32,
-        "FORMAT": PLAIN[weight_format],
-    }
 
 
 def _plain(codes: torch.Tensor) -> torch.Tensor:
@@ -219,6 +182,7 @@ def _items(codes: torch.Tensor, weight_format: str, depth: int) -> tuple[int, to
 def _sizes(
     outputs: int, columns: int, scales: torch.Tensor, weight_format: str, block: Sequence[int]
 ) -> dict[str, Any]:
+    assert weight_format != "mxfp4", "MXFP4 is tiled"
     return {
         "N": outputs,
         "K": columns,
@@ -421,197 +385,29 @@ def packed_unpack(
 
 
 @triton.constexpr_function
-def _rows_code(form, is_brain, row, info):
-    """PTX: the factors (o), summands (z) and scale (s) of a row's numbers, from its word of scales."""
+def _tile_code(form, is_brain):
+    """PTX from a word ($4) and its output's scales ($5) to numbers of codes p ($0 to $3), two each."""
     if form == "int4":
-        one, less = ("0x3F803F80", "0xC300C300") if is_brain else ("0x3C003C00", "0xE400E400")
-        code = f"mov.b32 o{row}, {one}; and.b32 t, {info}, 15; mad.lo.u32 z{row}, t, 0x10001, {less}; "
-        return code + f"and.b32 t, {info}, 0xFFFFFFF0; mov.b32 s{row}, t; "
-    code = f"mov.b32 z{row}, 0x80008000; "  # minus zero: a product keeps its sign
-    if form == "fp8":
-        return (
-            code + f"mov.b32 o{row}, {'0x7B807B80' if is_brain else '0x5C005C00'}; mov.b32 s{row}, {info}; "
-        )
+        magic, one, less = "0x43004300", "0x3F803F80", "0xC300C300"
+        if not is_brain:
+            magic, one, less = "0x64006400", "0x3C003C00", "0xE400E400"
+        code = f"and.b32 t, $5, 15; mad.lo.u32 z, t, 0x10001, {less}; mov.b32 f, {one}; "
+        for p in range(4):
+            code += f"shr.u32 t, $4, {4 * p}; lop3.b32 t, t, 0x000F000F, {magic}, 0xEA; "
+            code += f"fma.rn.{'bf' if is_brain else 'f'}16x2 ${p}, t, f, z; "
+        return f"{{ .reg .b32 f, t, z; {code} }}"
+    code = "mov.b32 z, 0x80008000; "  # minus zero: a product keeps its sign
     for p in range(4):
-        code += f"prmt.b32 t, {info}, 0, 0x4{p}4{p}; shl.b32 o{row}{p}, t, 7; "
-    return code
-
-
-@triton.constexpr_function
-def _number_code(form, is_brain, row, word, p, to):
-    """PTX: two numbers (`to`) of code p of a word's halves."""
-    if form == "int4":
-        code = f"shr.u32 t, {word}, {4 * p}; "
-        code += f"lop3.b32 t, t, 0x000F000F, {'0x43004300' if is_brain else '0x64006400'}, 0xEA; "
-    elif form == "fp8":
-        up, keep = (4 - 8 * p, "0x07F007F0") if is_brain else (7 - 8 * p, "0x3F803F80")
-        code = f"shl.b32 t, {word}, {up}; " if up > 0 else f"shr.u32 t, {word}, {-up}; "
-        code += f"and.b32 t, t, {keep}; shl.b32 u, {word}, {8 - 8 * p}; lop3.b32 t, u, 0x80008000, t, 0xEA; "
-    elif p < 3:
-        code = f"shl.b32 t, {word}, {3 * p}; and.b32 t, t, 0x81C081C0; "
-    else:
-        code = f"shr.u32 t, {word}, 5; and.b32 t, t, 0x01400140; "
-        code += f"shr.u32 u, {word}, 3; lop3.b32 t, u, 0x00800080, t, 0xEA; "
-        code += f"shl.b32 u, {word}, 1; lop3.b32 t, u, 0x80008000, t, 0xEA; "
-    factor = f"o{row}{p}" if form == "mxfp4" else f"o{row}"
-    return code + f"fma.rn.{'bf' if is_brain else 'f'}16x2 {to}, t, {factor}, z{row}; "
-
-
-@triton.constexpr_function
-def _registers(row):
-    factors = ", ".join(f"o{row}{p}" for p in range(4))
-    return f".reg .b32 o{row}, z{row}, {factors}; .reg .f32 s{row}; "
-
-
-@triton.constexpr_function
-def _products_code(form, is_brain, pair, tiles):
-    """PTX: 16 outputs times 8 rows of inputs per tile, 64 bytes of codes an output. A thread has outputs g
-    and g + 8 of g = lane / 4 and 16 bytes of each; words of inputs in the same order. Operands: sums; codes
-    of g and of g + 8; scales of four outputs (`pair` of them is meant); inputs; sums.
-    """
-    pieces = 2 if form == "fp8" else 4
-    first = 4 * tiles + 12
-    sums = first + 4 * pieces * tiles
-    code = "{ .reg .b32 t, u, a, b, c, d; " + _registers(0) + _registers(1)
-    for row in range(2):
-        code += _rows_code(form, is_brain, row, f"${4 * tiles + 8 + 2 * pair + row}")
-    for n in range(4 * tiles):
-        start = f"${sums + n}" if form == "mxfp4" else "0f00000000"
-        code += f".reg .f32 r{n}; mov.f32 r{n}, {start}; "
-    kind = "bf16" if is_brain else "f16"
-    for p in range(pieces):
-        for j in (0, 2):
-            for to, row, word in (("a", 0, j), ("b", 1, j), ("c", 0, j + 1), ("d", 1, j + 1)):
-                code += _number_code(form, is_brain, row, f"${4 * tiles + 4 * row + word}", p, to)
-            for n in range(tiles):
-                r = ", ".join(f"r{4 * n + i}" for i in range(4))
-                x = first + 4 * (n * pieces + p) + j
-                code += f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
-                code += f"{{{r}}}, {{a, b, c, d}}, {{${x}, ${x + 1}}}, {{{r}}}; "
-    for n in range(4 * tiles):
-        if form == "mxfp4":
-            code += f"mov.f32 ${n}, r{n}; "
+        code += f"prmt.b32 f, $5, 0, 0x4{p}4{p}; shl.b32 f, f, 7; "
+        if p < 3:
+            code += f"shl.b32 t, $4, {3 * p}; and.b32 t, t, 0x81C081C0; "
         else:
-            code += f"fma.rn.f32 ${n}, r{n}, s{n // 2 % 2}, ${sums + n}; "
-    return code + "}"
-
-
-@triton.constexpr_function
-def _operands(form, tiles):
-    pieces = 2 if form == "fp8" else 4
-    return ",".join(["=f"] * 4 * tiles + ["r"] * (12 + 4 * pieces * tiles) + ["f"] * 4 * tiles)
-
-
-@triton.jit
-def _tiled_products(
-    codes, scales, x, sums, PAIR: tl.constexpr, FORMAT: tl.constexpr, IS_BRAIN: tl.constexpr,
-    TILES: tl.constexpr,
-):  # fmt: skip
-    CODE: tl.constexpr = _products_code(FORMAT, IS_BRAIN, PAIR, TILES)
-    OPERANDS: tl.constexpr = _operands(FORMAT, TILES)
-    args = (codes[2 * PAIR], codes[2 * PAIR + 1], scales) + x + sums
-    if TILES == 1:
-        return tl.inline_asm_elementwise(CODE, OPERANDS, args, (tl.float32,), is_pure=True, pack=4)
-    else:
-        KINDS: tl.constexpr = (tl.float32, tl.float32)
-        return tl.inline_asm_elementwise(CODE, OPERANDS, args, KINDS, is_pure=True, pack=4)
-
-
-@triton.jit
-def _tiled_codes(codes, scales, rows, lane, block, LINE: tl.constexpr, FORMAT: tl.constexpr):
-    near = tl.minimum(block, LINE // 16 - 1)
-    group = near // 2 if FORMAT == "fp8" else near
-    place = codes + near * 16 + lane % 16
-    c0 = tl.load(place + rows[0], eviction_policy="evict_first")
-    c1 = tl.load(place + rows[1], eviction_policy="evict_first")
-    c2 = tl.load(place + rows[2], eviction_policy="evict_first")
-    c3 = tl.load(place + rows[3], eviction_policy="evict_first")
-    return (c0, c1, c2, c3), tl.load(scales + group * 32 + lane // 16 % 8 * 4 + lane % 4)
-
-
-@triton.jit
-def _tiled_inputs(x, m, end, lane, block, K: tl.constexpr, FORMAT: tl.constexpr):
-    """Words of two inputs of rows m."""
-    k = block * (32 if FORMAT == "fp8" else 64) + lane % 16
-    place, is_row = x + m.to(tl.int64) * (K // 2) + k, m < end
-    x0 = tl.load(place, mask=is_row & (k < K // 2), other=0)
-    x1 = tl.load(place + 16, mask=is_row & (k + 16 < K // 2), other=0)
-    if FORMAT == "fp8":
-        return (x0, x1)
-    else:
-        x2 = tl.load(place + 32, mask=is_row & (k + 32 < K // 2), other=0)
-        x3 = tl.load(place + 48, mask=is_row & (k + 48 < K // 2), other=0)
-        return (x0, x1, x2, x3)
-
-
-@triton.jit
-def _tiled_store(out, bias, total, first, start, end, N: tl.constexpr, FORMAT: tl.constexpr):
-    value = tl.sum(tl.reshape(total, [total.shape[0] // 128, 128]), 0)
-    if FORMAT == "mxfp4":
-        value *= 2.0**63
-    lane = tl.arange(0, 128)
-    n, m = first + lane // 2 % 2 * 8 + lane // 16, start + lane // 4 % 4 * 2 + lane % 2
-    if bias is not None:
-        value += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
-    tl.store(out + m.to(tl.int64) * N + n, value.to(out.dtype.element_ty), mask=(m < end) & (n < N))
-
-
-@triton.jit(do_not_specialize=["rows"])
-def tiled_few(
-    x, codes, scales, bias, offsets, out, rows, N: tl.constexpr, K: tl.constexpr, LINE: tl.constexpr,
-    GROUPS: tl.constexpr, FORMAT: tl.constexpr, IS_BRAIN: tl.constexpr, TILES: tl.constexpr,
-    WARPS: tl.constexpr,
-):  # fmt: skip
-    """32 outputs; each warp has its own inputs. x: words of two inputs."""
-    pid, expert = tl.program_id(0), tl.program_id(1)
-    begin, end = 0, rows
-    if offsets is not None:
-        end = tl.load(offsets + expert)
-        if expert > 0:
-            begin = tl.load(offsets + expert - 1)
-    # Four elements of a thread, 128 of a warp: the only layout of one dimension with loads of 16 bytes.
-    lane = tl.arange(0, 128 * WARPS)
-    warp, g = lane // 128, lane // 16 % 8
-    codes += expert.to(tl.int64) * (N * LINE)
-    scales += (expert.to(tl.int64) * ((N + 31) // 32) + pid) * (GROUPS * 32)
-    row = pid * 32 + g
-    if N % 32 == 0:
-        at = (row * LINE, (row + 8) * LINE, (row + 16) * LINE, (row + 24) * LINE)
-    else:
-        at = (
-            tl.minimum(row, N - 1) * LINE, tl.minimum(row + 8, N - 1) * LINE,
-            tl.minimum(row + 16, N - 1) * LINE, tl.minimum(row + 24, N - 1) * LINE,
-        )  # fmt: skip
-    for start in range(begin, end, 8 * TILES):
-        zero = tl.zeros([128 * WARPS], tl.float32)
-        low, high = (zero,), (zero,)
-        if TILES == 2:
-            low, high = (zero, zero), (zero, zero)
-        code, scale = _tiled_codes(codes, scales, at, lane, warp, LINE, FORMAT)
-        given = _tiled_inputs(x, start + g, end, lane, warp, K, FORMAT)
-        if TILES == 2:
-            given += _tiled_inputs(x, start + 8 + g, end, lane, warp, K, FORMAT)
-        for block in range(WARPS, LINE // 16 + WARPS, WARPS):
-            later = block + warp
-            next_code, next_scale = _tiled_codes(codes, scales, at, lane, later, LINE, FORMAT)
-            next_given = _tiled_inputs(x, start + g, end, lane, later, K, FORMAT)
-            if TILES == 2:
-                next_given += _tiled_inputs(x, start + 8 + g, end, lane, later, K, FORMAT)
-            low = _tiled_products(code, scale, given, low, 0, FORMAT, IS_BRAIN, TILES)
-            high = _tiled_products(code, scale, given, high, 1, FORMAT, IS_BRAIN, TILES)
-            code, scale, given = next_code, next_scale, next_given
-        for tile in tl.static_range(TILES):
-            _tiled_store(out, bias, low[tile], pid * 32, start + 8 * tile, end, N, FORMAT)
-            _tiled_store(out, bias, high[tile], pid * 32 + 16, start + 8 * tile, end, N, FORMAT)
-
-
-@triton.constexpr_function
-def _numbers_code(form, is_brain):
-    pieces = 2 if form == "fp8" else 4
-    code = "{ .reg .b32 t, u; " + _registers(0) + _rows_code(form, is_brain, 0, f"${pieces + 1}")
-    return (
-        code + "".join(_number_code(form, is_brain, 0, f"${pieces}", p, f"${p}") for p in range(pieces)) + "}"
-    )
+            code += "shr.u32 t, $4, 5; and.b32 t, t, 0x01400140; shr.u32 s, $4, 3; "
+            code += (
+                "lop3.b32 t, s, 0x00800080, t, 0xEA; shl.b32 s, $4, 1; lop3.b32 t, s, 0x80008000, t, 0xEA; "
+            )
+        code += f"fma.rn.bf16x2 ${p}, t, f, z; "
+    return f"{{ .reg .b32 f, s, t, z; {code} }}"
 
 
 @triton.jit
@@ -623,40 +419,27 @@ def _halves(pair, IS_BRAIN: tl.constexpr):
 
 @triton.jit
 def _tiled_numbers(words, scales, FORMAT: tl.constexpr, IS_BRAIN: tl.constexpr):
-    """Words [C, 16] and scales [C] -> numbers [C, 128 or 64], without scales (int4, fp8)."""
+    """Words [C, 16] and scales [C] -> numbers [C, 128]; int4 without scales."""
     C: tl.constexpr = words.shape[0]
-    CODE: tl.constexpr = _numbers_code(FORMAT, IS_BRAIN)
-    # Word 8 i + 4 j + t has inputs 16 i + 8 j + 2 t, ...: threads have t, as operands of products.
+    CODE: tl.constexpr = _tile_code(FORMAT, IS_BRAIN)
+    KINDS: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
+    # Word 8 i + 4 j + t has inputs 16 i + 8 j + 2 t + 32 p: thread t of four has them in a product.
     words = tl.reshape(tl.permute(tl.reshape(words, [C, 4, 4]), (0, 2, 1)), [C, 16])
     scales = tl.broadcast_to(scales[:, None], [C, 16])
-    if FORMAT == "fp8":
-        KINDS: tl.constexpr = (tl.int32, tl.int32)
-        a0, a1 = tl.inline_asm_elementwise(CODE, "=r,=r,r,r", [words, scales], KINDS, is_pure=True, pack=1)
-        pairs = tl.join(_halves(a0, IS_BRAIN), _halves(a1, IS_BRAIN))
-        pairs = tl.permute(tl.reshape(pairs, [C, 4, 2, 2, 2, 2]), (0, 5, 2, 3, 1, 4))
-    else:
-        KINDS: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
-        a0, a1, a2, a3 = tl.inline_asm_elementwise(
-            CODE, "=r,=r,=r,=r,r,r", [words, scales], KINDS, is_pure=True, pack=1
-        )
-        even = tl.join(_halves(a0, IS_BRAIN), _halves(a2, IS_BRAIN))
-        pairs = tl.join(even, tl.join(_halves(a1, IS_BRAIN), _halves(a3, IS_BRAIN)))
-        pairs = tl.permute(tl.reshape(pairs, [C, 4, 2, 2, 2, 2, 2]), (0, 5, 6, 2, 3, 1, 4))
-    return tl.reshape(pairs, [C, 64 if FORMAT == "fp8" else 128])
-
-
-@triton.jit
-def _tiled_factor(scales, FORMAT: tl.constexpr):
-    if FORMAT == "int4":
-        scales = scales & -16
-    return scales.to(tl.float32, bitcast=True)
+    a0, a1, a2, a3 = tl.inline_asm_elementwise(
+        CODE, "=r,=r,=r,=r,r,r", [words, scales], KINDS, is_pure=True, pack=1
+    )
+    even = tl.join(_halves(a0, IS_BRAIN), _halves(a2, IS_BRAIN))
+    pairs = tl.join(even, tl.join(_halves(a1, IS_BRAIN), _halves(a3, IS_BRAIN)))
+    pairs = tl.permute(tl.reshape(pairs, [C, 4, 2, 2, 2, 2, 2]), (0, 5, 6, 2, 3, 1, 4))
+    return tl.reshape(pairs, [C, 128])
 
 
 @triton.jit(do_not_specialize=["rows"])
-def tiled_many(
-    x, codes, scales, bias, offsets, out, parts, rows, N: tl.constexpr, K: tl.constexpr, LINE: tl.constexpr,
-    GROUPS: tl.constexpr, FORMAT: tl.constexpr, IS_BRAIN: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
+def tiled_product(
+    x, codes, scales, bias, offsets, out, parts, rows, N: tl.constexpr, K: tl.constexpr,
+    FORMAT: tl.constexpr, IS_BRAIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):  # fmt: skip
     expert, split = tl.program_id(1), tl.program_id(2)
     begin, end = 0, rows
@@ -664,69 +447,56 @@ def tiled_many(
         end = tl.load(offsets + expert)
         if expert > 0:
             begin = tl.load(offsets + expert - 1)
-    KB: tl.constexpr = 64 if FORMAT == "fp8" else 128
-    EACH: tl.constexpr = 2 if FORMAT == "fp8" else 1  # tiles of a group
-    SHARE: tl.constexpr = (GROUPS + SPLITS - 1) // SPLITS
-    WIDE: tl.constexpr = x.dtype.element_ty == tl.float32 or (
-        FORMAT == "mxfp4" and x.dtype.element_ty == tl.float16
-    )
+    BLOCKS: tl.constexpr = (K + 127) // 128
+    SHARE: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
+    WIDE: tl.constexpr = x.dtype.element_ty != (tl.bfloat16 if IS_BRAIN else tl.float16)
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     near = n if N % COLUMNS == 0 else tl.minimum(n, N - 1)
-    codes += expert.to(tl.int64) * (N * LINE) + (near * LINE)[:, None] + tl.arange(0, 16)[None, :]
-    scales += expert.to(tl.int64) * ((N + 31) // 32 * GROUPS * 32)
-    scales += near // 32 * (GROUPS * 32) + near % 8 * 4 + near // 8 % 4
+    codes += expert.to(tl.int64) * (N * BLOCKS * 16)
+    at = (near * (BLOCKS * 16))[:, None] + tl.arange(0, 16)[None, :]
+    scales += expert.to(tl.int64) * ((N + 31) // 32 * BLOCKS * 32)
+    scale_at = near // 32 * (BLOCKS * 32) + near % 8 * 4 + near // 8 % 4
     for start in range(begin, end, ROWS):
         m = start + tl.arange(0, ROWS)
         is_row = m < end
-        x_at = x + m.to(tl.int64)[:, None] * K + tl.arange(0, KB)[None, :]
+        x_at = x + m.to(tl.int64)[:, None] * K + tl.arange(0, 128)[None, :]
         total = tl.zeros([COLUMNS, ROWS], tl.float32)
-        for group in range(split * SHARE, tl.minimum(split * SHARE + SHARE, GROUPS)):
-            scale = tl.load(scales + group * 32)
-            part = total
-            if FORMAT != "mxfp4":
-                part = tl.zeros([COLUMNS, ROWS], tl.float32)
-            for each in tl.static_range(EACH):
-                block = group * EACH + each
-                near_block = block if LINE == GROUPS * EACH * 16 else tl.minimum(block, LINE // 16 - 1)
-                word = tl.load(codes + near_block * 16)
-                mask = is_row[:, None]
-                if K != GROUPS * EACH * KB:
-                    mask = mask & (block * KB + tl.arange(0, KB) < K)[None, :]
-                given = tl.trans(tl.load(x_at + block * KB, mask=mask, other=0.0))
-                number = _tiled_numbers(word, scale, FORMAT, IS_BRAIN)
-                if WIDE:
-                    part = tl.dot(number.to(tl.float32), given.to(tl.float32), part, input_precision="ieee")
-                else:
-                    part = tl.dot(number, given, part)
+        for block in range(split * SHARE, tl.minimum(split * SHARE + SHARE, BLOCKS)):
+            scale = tl.load(scales + scale_at + block * 32)
+            word = tl.load(codes + at + block * 16)
+            mask = is_row[:, None]
+            if K % 128 != 0:
+                mask = mask & (block * 128 + tl.arange(0, 128) < K)[None, :]
+            given = tl.trans(tl.load(x_at + block * 128, mask=mask, other=0.0))
+            number = _tiled_numbers(word, scale, FORMAT, IS_BRAIN)
+            if WIDE:
+                number, given = number.to(tl.float32), given.to(tl.float32)
             if FORMAT == "mxfp4":
-                total = part
+                total = tl.dot(number, given, total, input_precision="ieee")
             else:
-                total += part * _tiled_factor(scale, FORMAT)[:, None]
+                part = tl.dot(number, given, input_precision="ieee")
+                total += part * (scale & -16).to(tl.float32, bitcast=True)[:, None]
         if FORMAT == "mxfp4":
             total *= 2.0**63
         _store(out, parts, bias, tl.trans(total), m, n, split * rows + m, is_row, n < N, N, SPLITS)
 
 
 @triton.jit
-def tiled_unpack(
-    codes, scales, out, N: tl.constexpr, K: tl.constexpr, LINE: tl.constexpr, GROUPS: tl.constexpr,
-    FORMAT: tl.constexpr,
-):  # fmt: skip
+def tiled_unpack(codes, scales, out, N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr):
     """Numbers of 32 outputs and 64 bytes of codes."""
     pid, block, expert = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    KB: tl.constexpr = 64 if FORMAT == "fp8" else 128
+    BLOCKS: tl.constexpr = (K + 127) // 128
     row = tl.arange(0, 32)
-    n, k = pid * 32 + row, block * KB + tl.arange(0, KB)
-    group = block // 2 if FORMAT == "fp8" else block
-    scales += ((expert.to(tl.int64) * ((N + 31) // 32) + pid) * GROUPS + group) * 32
+    n, k = pid * 32 + row, block * 128 + tl.arange(0, 128)
+    scales += ((expert.to(tl.int64) * ((N + 31) // 32) + pid) * BLOCKS + block) * 32
     scale = tl.load(scales + row % 8 * 4 + row // 8)
     line = (expert.to(tl.int64) * N + n)[:, None]
-    place = codes + line * LINE + block * 16 + tl.arange(0, 16)[None, :]
+    place = codes + line * (BLOCKS * 16) + block * 16 + tl.arange(0, 16)[None, :]
     word = tl.load(place, mask=(n < N)[:, None], other=0)
     number = _tiled_numbers(word, scale, FORMAT, True).to(tl.float32)
     if FORMAT == "mxfp4":
         number *= 2.0**63
     else:
-        number *= _tiled_factor(scale, FORMAT)[:, None]
+        number *= (scale & -16).to(tl.float32, bitcast=True)[:, None]
     mask = (n < N)[:, None] & (k < K)[None, :]
     tl.store(out + line * K + k[None, :], number.to(out.dtype.element_ty), mask=mask)

@@ -13,13 +13,13 @@
 
 A weight is (code - zero) * scale, computed in float32 and rounded once to the type of the product.
 
-Weights whose groups fill 64 bytes of codes (128 columns of 4 bits) are tiled, in the order in which a GPU's
-threads multiply: format `int4_tiled`, `fp8_tiled` or `mxfp4_tiled`, block (32, K).
+Codes of 4 bits whose groups are 128 columns or more, and MXFP4, are tiled in the order in which a GPU's
+threads multiply: format `int4_tiled` or `mxfp4_tiled`, block (32, K).
 
-    codes   [..., N, 16 per 64 bytes] words. Word j has columns 32 p + 2 j and the next, in its halves; code
-            p of a half is its p-th, in MXFP4 with bits where bfloat16 has them, after a shift.
-    scales  [..., N / 32, 32 per group] words: float32 with the zero in its last 4 bits (int4), float32, or
-            four exponents plus 63. Row 8 i + j of 32 is at 4 j + i.
+    codes   [..., N, 16 per 128 columns] words. Word j has columns 32 p + 2 j and the next, in its halves; p
+            is the code of a half, in MXFP4 with bits where bfloat16 has them, after a shift.
+    scales  [..., N / 32, 32 per 128 columns] words: float32 with the zero in its last 4 bits (int4), or four
+            exponents plus 63. Row 8 i + j of 32 is at 4 j + i.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ from functools import cache
 
 import torch
 
-TILED = {"int4": "int4_tiled", "fp8": "fp8_tiled", "mxfp4": "mxfp4_tiled"}
+TILED = {"int4": "int4_tiled", "mxfp4": "mxfp4_tiled"}
 PLAIN = {tiled: plain for plain, tiled in TILED.items()}
-BITS = {"int4": 4, "int8": 8, "fp8": 8, "mxfp4": 4, "int4_tiled": 4, "fp8_tiled": 8, "mxfp4_tiled": 4}
+BITS = {"int4": 4, "int8": 8, "fp8": 8, "mxfp4": 4, "int4_tiled": 4, "mxfp4_tiled": 4}
 MIDDLE = {"int4": 8}
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 EXPONENT_BIAS = 127
@@ -57,13 +57,9 @@ def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
 
 def can_tile(codes: torch.Tensor, scales: torch.Tensor, weight_format: str, block: Sequence[int]) -> bool:
     columns = num_columns(codes, weight_format, block)
-    is_wide = block[1] % GROUP == 0 or block[1] >= columns
-    fits = {
-        "int4": is_wide and block[0] == 1 and scales.dtype in (torch.float16, torch.bfloat16),
-        "fp8": is_wide and codes.dtype is torch.float8_e4m3fn,
-        "mxfp4": tuple(block) == (1, MXFP4_BLOCK),
-    }
-    return columns % MXFP4_BLOCK == 0 and fits.get(weight_format, False)
+    is_exact = block[0] == 1 and scales.dtype in (torch.float16, torch.bfloat16)
+    is_wide = weight_format == "int4" and is_exact and (block[1] % GROUP == 0 or block[1] >= columns)
+    return columns % MXFP4_BLOCK == 0 and (is_wide or weight_format == "mxfp4")
 
 
 def tile(
@@ -74,20 +70,15 @@ def tile(
     block: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     (rows, size), columns = codes.shape[-2:], num_columns(codes, weight_format, block)
-    plain = torch.nn.functional.pad(codes.view(torch.uint8), (0, -size % TILE_BYTES))
-    if weight_format == "fp8":
-        halves = plain.unflatten(-1, (-1, 2, 16, 2)).movedim(-3, -1).flatten(-4)
-        words = halves.contiguous().view(torch.int32)
-    else:
-        many = plain.view(-1, rows, plain.shape[-1] // TILE_BYTES, 4, 16)
-        words = torch.stack([_words(each, weight_format) for each in many]).view(*codes.shape[:-1], -1)
+    plain = torch.nn.functional.pad(codes, (0, -size % TILE_BYTES))
+    many = plain.view(-1, rows, plain.shape[-1] // TILE_BYTES, 4, 16)
+    words = torch.stack([_words(each, weight_format) for each in many]).view(*codes.shape[:-1], -1)
     if weight_format == "mxfp4":
         powers = (scales.clamp(max=MAX_EXPONENT) + MORE).to(torch.uint8)
         info = torch.nn.functional.pad(powers, (0, -powers.shape[-1] % 4)).view(torch.int32)
     else:
         groups = torch.arange(0, columns, GROUP, device=codes.device) // block[1]
-        info = scales.repeat_interleave(block[0], -2)[..., :rows, groups].float().view(torch.int32)
-    if weight_format == "int4":
+        info = scales[..., groups].float().view(torch.int32)
         info = info | (MIDDLE["int4"] if zeros is None else zeros[..., groups].int())
     info = torch.nn.functional.pad(info, (0, 0, 0, -rows % TILE_ROWS))
     info = info.unflatten(-2, (-1, 4, 8)).movedim(-1, -3).transpose(-1, -2)
@@ -114,19 +105,14 @@ def _untiled(
     """Codes (numbers for mxfp4), scales, zeros."""
     halves = codes.view(torch.int16).unflatten(-1, (-1, 32))
     info = scales.unflatten(-1, (-1, 8, 4)).transpose(-1, -2).movedim(-3, -1).flatten(-4, -2)
-    info, zeros = info[..., : codes.shape[-2], :].contiguous(), None
+    info = info[..., : codes.shape[-2], :].contiguous()
     if weight_format == "mxfp4":
         fours = _numbers_of_halves().to(codes.device).index_select(0, halves.flatten().int() & 0xFFFF)
         plain = fours.view(torch.bfloat16).view(*halves.shape, 4).movedim(-1, -2).flatten(-3)
         powers = info.view(torch.uint8)[..., : columns // MXFP4_BLOCK].float() - (MORE + EXPONENT_BIAS)
         return plain[..., :columns], torch.exp2(powers), None
-    if weight_format == "fp8":
-        plain = codes.view(torch.uint8).unflatten(-1, (-1, 16, 2, 2)).movedim(-1, -3).flatten(-4)
-        plain = plain.view(torch.float8_e4m3fn)
-    else:
-        plain = torch.stack([halves >> (4 * p) & 15 for p in range(4)], -2).flatten(-3)
-        info, zeros = info & ~15, info & 15
-    return plain[..., :columns], info.view(torch.float32), zeros
+    plain = torch.stack([halves >> (4 * p) & 15 for p in range(4)], -2).flatten(-3)
+    return plain[..., :columns], (info & ~15).view(torch.float32), info & 15
 
 
 @cache
@@ -146,6 +132,10 @@ def dequantise(
     block: Sequence[int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
+    if weight_format == "mxfp4":
+        columns = num_columns(codes, weight_format, block)
+        codes, scales = tile(codes, scales, zeros, weight_format, block)
+        weight_format, block = TILED[weight_format], (TILE_ROWS, columns)
     plain_format = PLAIN.get(weight_format, weight_format)
     if weight_format in PLAIN:
         codes, scales, zeros = _untiled(codes, scales, plain_format, block[1])

@@ -23,7 +23,7 @@ MAX_DECODE_QUERIES = 8
 # The last tensors are state, starts and rows.
 RECURRENT = frozenset({"causal_conv", "ssd_scan", "selective_scan", "delta_scan"})
 # A CPU unpacks a weight in so many readings of its numbers.
-UNPACKING = 4
+UNPACKING = 6
 OPERATORS = {
     name: op
     for op, names in json.loads(files("tessera.profile").joinpath("operators.json").read_bytes()).items()

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 pytest.importorskip("triton", reason="needs triton")
 
+from packed_factory import E2M1
 from sampling import one_of_each
 from tessera import flow  # hands the interpreter to capture
 from tessera.capture.own import own_launches
@@ -18,11 +19,11 @@ from tessera.kernels.packed_triton import (
     multiply,
     packed_grouped,
     packed_part,
-    packed_product,
     tile_for,
+    tiled_product,
     unpack,
 )
-from tessera.kernels.packing import BITS, dequantise
+from tessera.kernels.packing import BITS, PLAIN, TILED, can_tile, dequantise, tile, unpack_nibbles
 from tessera_ptx import analyze
 from triton_ptx import compiled_for
 
@@ -30,7 +31,7 @@ assert flow
 SMALL = ProductTile(16, 16, 1)
 ATOL = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1.5e-1}
 # Format -> rows and columns of a scale's block.
-BLOCKS = {"int4": (1, 64), "int8": (1, 96), "fp8": (16, 32), "mxfp4": (1, 32)}
+BLOCKS = {"int4": (1, 64), "int8": (1, 96), "fp8": (16, 32), "int4_tiled": (1, 128), "mxfp4_tiled": (1, 32)}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -52,11 +53,13 @@ def make_weight(
         codes = codes.view(torch.int8)
     if form == "fp8":  # no NaN
         codes = torch.where(codes % 128 == 127, 1, codes).to(torch.uint8).view(torch.float8_e4m3fn)
-    blocks = (experts, -(-outputs // rows), columns // width)
+    blocks = (experts, -(-outputs // rows), -(-columns // width))
     scales = torch.rand(blocks, generator=random).mul(0.01).half()
-    if form == "mxfp4":
+    if form == "mxfp4_tiled":
         scales = torch.randint(118, 124, blocks, generator=random, dtype=torch.uint8)
     least = torch.randint(0, 16, blocks, generator=random, dtype=torch.int8) if zeros else None
+    if form in PLAIN:
+        return *tile(codes, scales, least, PLAIN[form], (rows, width)), None, form, (32, columns)
     return codes, scales, least, form, (rows, width)
 
 
@@ -88,13 +91,13 @@ def test_a_product_of_a_few_rows(form: str, dtype: torch.dtype) -> None:
     check(make_weight(form), 3, dtype, SMALL)
 
 
-@pytest.mark.parametrize("form", ["int4", "int8"])
+@pytest.mark.parametrize("form", ["int4", "int8", "int4_tiled"])
 def test_zeros_splits_and_bias(form: str) -> None:
     """Splits of the inputs are added up, the bias once."""
     check(make_weight(form, zeros=True), 18, torch.bfloat16, ProductTile(16, 32, 2), has_bias=True)
 
 
-@pytest.mark.parametrize(("form", "splits"), [("mxfp4", 1), ("mxfp4", 2), ("int4", 1)])
+@pytest.mark.parametrize(("form", "splits"), [("mxfp4_tiled", 1), ("mxfp4_tiled", 2), ("int4", 1)])
 def test_experts_read_their_own_rows(form: str, splits: int) -> None:
     """Some have none, one has more than a tile."""
     codes, scales, zeros, _, block = weight = make_weight(form, experts=4)
@@ -109,7 +112,7 @@ def test_experts_read_their_own_rows(form: str, splits: int) -> None:
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_a_part_has_some_experts(first: int) -> None:
     """Its rows are those of the whole product."""
-    codes, scales, zeros, form, block = make_weight("mxfp4", experts=4)
+    codes, scales, zeros, form, block = make_weight("mxfp4_tiled", experts=4)
     offsets, x = torch.tensor([2, 2, 21, 23], dtype=torch.int32), torch.randn(23, 192).bfloat16()
     own = slice(first, first + 2)
     out = packed_part(x, codes[own], scales[own], zeros, offsets, first, 0.5, form, block)
@@ -121,9 +124,9 @@ def test_a_part_has_some_experts(first: int) -> None:
 
 
 def test_experts_with_many_rows_are_written_out() -> None:
-    codes, scales, zeros, form, block = weight = make_weight("mxfp4", experts=2)
+    codes, scales, zeros, form, block = weight = make_weight("mxfp4_tiled", experts=2)
     offsets, x = torch.tensor([100, 300], dtype=torch.int32), torch.randn(300, 192).bfloat16()
-    with unittest.mock.patch.object(packed_product, "run", side_effect=AssertionError):
+    with unittest.mock.patch.object(tiled_product, "run", side_effect=AssertionError):
         out = multiply(x, codes, scales, zeros, None, offsets, form, block)
     first, second = numbers(weight, torch.float32)
 
@@ -135,9 +138,41 @@ def test_experts_with_many_rows_are_written_out() -> None:
 @pytest.mark.parametrize("form", BLOCKS)
 def test_a_weight_written_out_has_the_bits_of_the_cpu(form: str, dtype: torch.dtype) -> None:
     """For products of many rows."""
-    codes, scales, zeros, _, block = weight = make_weight(form, zeros=form == "int4")
+    codes, scales, zeros, _, block = weight = make_weight(form, zeros=form.startswith("int4"))
 
     assert torch.equal(numbers(weight, dtype), unpack(codes, scales, zeros, form, block, dtype))
+
+
+@pytest.mark.parametrize(("width", "columns"), [(128, 384), (256, 320), (96, 96)])
+def test_tiles_have_the_numbers_of_integers(width: int, columns: int) -> None:
+    """Groups of whole tiles, also the last; one group."""
+    codes = torch.randint(0, 256, (2, 40, columns // 2), dtype=torch.uint8)
+    scales = torch.rand(2, 40, -(-columns // width)).bfloat16()
+    for zeros in (torch.randint(0, 16, scales.shape, dtype=torch.int8), None):
+        wanted = dequantise(codes, scales, zeros, None, "int4", (1, width), torch.float32)
+        made = tile(codes, scales, zeros, "int4", (1, width))
+
+        assert can_tile(codes, scales, "int4", (1, width))
+        assert torch.equal(wanted, dequantise(*made, None, None, TILED["int4"], (32, columns), torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tiles_have_the_numbers_of_small_floats(dtype: torch.dtype) -> None:
+    """The last tile is not full."""
+    codes, scales = (torch.randint(0, 128, size, dtype=torch.uint8) for size in ((2, 40, 160), (2, 40, 10)))
+    wanted = E2M1[unpack_nibbles(codes + codes % 2 * 128).int()].unflatten(-1, (-1, 32))
+    wanted = (wanted * torch.exp2(scales.float() - 127)[..., None]).flatten(-2)
+    made = tile(codes + codes % 2 * 128, scales, None, "mxfp4", (1, 32))
+
+    assert torch.equal(wanted.to(dtype), dequantise(*made, None, None, TILED["mxfp4"], (32, 320), dtype))
+
+
+def test_short_groups_and_wide_scales_are_not_tiled() -> None:
+    codes, scales = torch.zeros(8, 128, dtype=torch.uint8), torch.ones(8, 4)
+
+    assert not can_tile(codes, scales.half(), "int4", (1, 64))
+    assert not can_tile(codes, scales[:, :2], "int4", (1, 128))
+    assert can_tile(codes, scales[:, :2].half(), "int4", (1, 128))
 
 
 @pytest.mark.parametrize(
@@ -158,6 +193,8 @@ ACCESSES = {
     "packed_product": (READ, {"parts"}),
     "packed_join": ({"parts"}, {"out"}),
     "packed_unpack": ({"codes", "scales", "zeros"}, {"out"}),
+    "tiled_product": (READ, {"parts"}),
+    "tiled_unpack": ({"codes", "scales"}, {"out"}),
 }
 
 
@@ -169,7 +206,8 @@ def test_every_access_is_proved(arch: int, form: str) -> None:
     with compiled_for(arch) as kernels:
         multiply(x, codes, scales, zeros, None, offsets, form, block, ProductTile(16, 64, 2))
         unpack(codes, scales, zeros, form, block, torch.bfloat16)
-    assert {"packed_product", "packed_join", "packed_unpack"} == {kernel.name for kernel in kernels}
+    kind = "tiled" if form in PLAIN else "packed"
+    assert {f"{kind}_product", "packed_join", f"{kind}_unpack"} == {kernel.name for kernel in kernels}
     absent = set() if zeros is not None else {"zeros"}
     for kernel in kernels:
         (report,) = analyze(kernel.asm["ptx"])

@@ -30,7 +30,15 @@ import tessera.kernels.packed  # noqa: F401 - registers the operators
 from tessera.capture.models.checkpoint import AGAIN, CONVERT, Tensors, first_line
 from tessera.errors import CaptureError
 from tessera.kernels.packing import (
-    MIDDLE, MXFP4_BLOCK, TILE_ROWS, TILED, can_tile, num_columns, pack_nibbles, tile, unpack_nibbles,
+    MIDDLE,
+    MXFP4_BLOCK,
+    TILE_ROWS,
+    TILED,
+    can_tile,
+    num_columns,
+    pack_nibbles,
+    tile,
+    unpack_nibbles,
 )  # fmt: skip
 
 UNSUPPORTED = {
