@@ -118,9 +118,10 @@ def _untiled(
 @cache
 def _numbers_of_halves() -> torch.Tensor:
     """Four bfloat16 in 64 bits."""
-    halves = torch.arange(1 << 16)
-    codes = [sum((halves >> bit & 1) << (3 - n) for n, bit in enumerate(bits)) for bits in PLACES]
-    return torch.tensor(E2M1).bfloat16()[torch.stack(codes, -1)].view(torch.int64).flatten()
+    halves, places = torch.arange(1 << 16, device="cpu"), torch.tensor(PLACES, device="cpu")
+    codes = ((halves[:, None, None] >> places & 1) << torch.arange(3, -1, -1, device="cpu")).sum(-1)
+    numbers: torch.Tensor = torch.tensor(E2M1, dtype=torch.bfloat16, device="cpu")[codes]
+    return numbers.view(torch.int64).flatten()
 
 
 def dequantise(
@@ -144,7 +145,8 @@ def dequantise(
         codes = unpack_nibbles(codes)
     rows, columns = codes.shape[-2:]
     if plain_format == "mxfp4" and dtype is torch.bfloat16:  # powers of two are exact
-        return codes.unflatten(-1, (-1, MXFP4_BLOCK)).mul(scales.to(dtype)[..., None]).flatten(-2)
+        groups: torch.Tensor = codes.unflatten(-1, (-1, MXFP4_BLOCK))
+        return groups.mul(scales.to(dtype)[..., None]).flatten(-2)
 
     def spread(blocks: torch.Tensor) -> torch.Tensor:
         wide = blocks.repeat_interleave(block[0], -2)[..., :rows, :] if block[0] > 1 else blocks

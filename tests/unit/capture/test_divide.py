@@ -128,8 +128,9 @@ def test_packed_parts_are_priced_by_the_codes_of_chosen_experts(tmp_path: Path) 
     work, part = works(trace)[number], trace.launches[number]
     codes = part.args[1]
     assert isinstance(codes, View)
+    size = codes.num_elements * 4
     # Two tokens' choices, evenly: of two experts each is chosen in 1 - (3/4)^2.
-    assert 2 * 7 / 16 * codes.num_elements / 2 < work.num_bytes < 1.2 * codes.num_elements
+    assert 2 * 7 / 16 * size / 2 < work.num_bytes < 1.2 * size
     assert work.cpu_bytes > 4 * work.num_bytes
     spec = CPUS["cpu-xeon-8480"]
     assert price_on_cpu(work, spec).us > price_on_cpu(replace(work, cpu_bytes=0), spec).us
