@@ -46,16 +46,13 @@ class ProductTile:
     stages: int = _STAGES
 
 
-def tile_for(
-    rows: int, experts: int, outputs: int, iterations: int, line: int, is_tiled: bool = False
-) -> ProductTile:
+def tile_for(rows: int, experts: int, outputs: int, iterations: int, line: int, tiled: bool) -> ProductTile:
     """`line`: bytes of an output's codes."""
     each = rows if experts == 1 else -(-2 * rows // experts)
     tile_rows = min(max(16, triton.next_power_of_2(each)), 64)
     programs = -(-outputs // _COLUMNS) * min(experts, rows)
-    busy, joined = (
-        (_BUSY, 2 * _JOINED) if not is_tiled else (_BUSY_FEW if tile_rows == 16 else _BUSY_MORE, _JOINED)
-    )
+    few = _BUSY_FEW if tile_rows == 16 else _BUSY_MORE
+    busy, joined = (few, _JOINED) if tiled else (_BUSY, 2 * _JOINED)
     splits, most = 1, min(_MAX_SPLITS, line // (joined * rows))
     while 2 * splits <= most and splits * programs < busy and iterations >= 2 * splits * _LEAST:
         splits *= 2
@@ -93,16 +90,10 @@ def packed_part(x: torch.Tensor, codes: torch.Tensor, *given: Any) -> torch.Tens
 
 
 def multiply(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    offsets: torch.Tensor | None,
-    weight_format: str,
-    block: Sequence[int],
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None,
+    bias: torch.Tensor | None, offsets: torch.Tensor | None, weight_format: str, block: Sequence[int],
     tile: ProductTile | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """x [M, K] times weights [E, N, K]; without `offsets` there is one weight."""
     rows, columns = x.shape
     experts, outputs = codes.shape[:2]
@@ -142,58 +133,40 @@ def multiply(
 
 
 def unpack(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    weight_format: str,
-    block: Sequence[int],
-    dtype: torch.dtype,
-) -> torch.Tensor:
+    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, weight_format: str,
+    block: Sequence[int], dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
     (experts, outputs), columns = codes.shape[:2], num_columns(codes, weight_format, block)
-    if weight_format in PLAIN:
-        out = torch.empty(experts, outputs, columns, dtype=dtype, device=codes.device)
-        tiled_unpack[-(-outputs // 32), codes.shape[2] // 16, experts](
-            codes, scales, out, N=outputs, K=columns, FORMAT=PLAIN[weight_format]
-        )
-        return out
-    if columns % MIN_DEPTH or not depth_of(columns, block[1]):
+    if weight_format not in PLAIN and (columns % MIN_DEPTH or not depth_of(columns, block[1])):
         return dequantise(codes, scales, zeros, None, weight_format, block, dtype)
     out = torch.empty(experts, outputs, columns, dtype=dtype, device=codes.device)
+    if weight_format in PLAIN:
+        grid = -(-outputs // 32), codes.shape[2] // 16, experts
+        tiled_unpack[grid](codes, scales, out, N=outputs, K=columns, FORMAT=PLAIN[weight_format])
+        return out
     depth = min(columns & -columns, depth_of(columns, block[1]))
     packed_unpack[-(-outputs // 32), columns // depth, experts](
-        _plain(codes), scales, zeros, out, **_sizes(outputs, columns, scales, weight_format, block),
-        DEPTH=depth, COLUMNS=32,
+        _items(codes, weight_format, 0)[1], scales, zeros, out, DEPTH=depth, COLUMNS=32,
+        **_sizes(outputs, columns, scales, weight_format, block),
     )  # fmt: skip
     return out
 
 
-def _plain(codes: torch.Tensor) -> torch.Tensor:
-    return codes.view(torch.uint8) if codes.dtype.is_floating_point else codes
-
-
 def _items(codes: torch.Tensor, weight_format: str, depth: int) -> tuple[int, torch.Tensor]:
-    """Codes per item, and items: 16-bit words if a product has enough, else bytes."""
-    each = 8 // BITS[weight_format]
-    if weight_format in ("int4", "fp8") and depth >= 32 * each and codes.shape[-1] % 2 == 0:
-        return 2 * each, codes.view(torch.int16)
-    return each, _plain(codes)
+    """Codes per item, and items: bytes, or 16-bit words of 8-bit floats."""
+    if weight_format == "fp8" and depth >= MIN_DEPTH and codes.shape[-1] % 2 == 0:
+        return 2, codes.view(torch.int16)
+    return 8 // BITS[weight_format], codes.view(torch.uint8) if weight_format == "fp8" else codes
 
 
 def _sizes(
     outputs: int, columns: int, scales: torch.Tensor, weight_format: str, block: Sequence[int]
 ) -> dict[str, Any]:
-    assert weight_format != "mxfp4", "MXFP4 is tiled"
     return {
-        "N": outputs,
-        "K": columns,
-        "FORMAT": weight_format,
-        "NIBBLES": BITS[weight_format] == 4,
-        "MIDDLE": MIDDLE.get(weight_format, 0),
-        "BLOCK_N": block[0],
-        "BLOCK_K": block[1],
-        "SCALE_ROWS": scales.shape[-2],
-        "SCALE_COLUMNS": scales.shape[-1],
-    }
+        "N": outputs, "K": columns, "FORMAT": weight_format, "NIBBLES": {"int4": True, "int8": False, "fp8": False}[weight_format],
+        "MIDDLE": MIDDLE.get(weight_format, 0), "BLOCK_N": block[0], "BLOCK_K": block[1],
+        "SCALE_ROWS": scales.shape[-2], "SCALE_COLUMNS": scales.shape[-1],
+    }  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -259,67 +232,42 @@ def _product(
     MIDDLE: tl.constexpr,
 ):  # fmt: skip
     """Adds inputs times codes, without scales."""
-    ROWS: tl.constexpr = given.shape[0]
-    DEPTH: tl.constexpr = given.shape[1]
-    if EACH == 4:
-        even, odd = tl.split(tl.reshape(given, [ROWS, DEPTH // 4, 2, 2]))
-        x0, x2 = tl.split(even)
-        x1, x3 = tl.split(odd)
-        part = _multiplied(x0, code, less, part, 0, FORMAT, MIDDLE)
-        part = _multiplied(x1, code, less, part, 1, FORMAT, MIDDLE)
-        part = _multiplied(x2, code, less, part, 2, FORMAT, MIDDLE)
-        part = _multiplied(x3, code, less, part, 3, FORMAT, MIDDLE)
-    elif EACH == 1:
+    if EACH == 1:
         weight = _numbers(code, less, given.dtype, FORMAT, MIDDLE)
         part = tl.dot(weight, tl.trans(given), part, input_precision="ieee")
     else:
-        x0, x1 = tl.split(tl.reshape(given, [ROWS, DEPTH // 2, 2]))
+        x0, x1 = tl.split(tl.reshape(given, [given.shape[0], given.shape[1] // 2, 2]))
         if NIBBLES:
             low = _numbers(code & 15, less, given.dtype, FORMAT, MIDDLE)
             high = _numbers(code >> 4, less, given.dtype, FORMAT, MIDDLE)
             part = tl.dot(low, tl.trans(x0), part, input_precision="ieee")
             part = tl.dot(high, tl.trans(x1), part, input_precision="ieee")
         else:
-            part = _multiplied(x0, code, less, part, 0, FORMAT, MIDDLE)
-            part = _multiplied(x1, code, less, part, 1, FORMAT, MIDDLE)
+            part = _multiplied(x0, code, part, 0)
+            part = _multiplied(x1, code, part, 1)
     return part
 
 
 @triton.jit
-def _multiplied(x, word, zero, total, J: tl.constexpr, FORMAT: tl.constexpr, MIDDLE: tl.constexpr):
-    """Code J of every 16-bit word. `zero`: of each output."""
-    IS_BRAIN: tl.constexpr = x.dtype == tl.bfloat16
-    SHORT: tl.constexpr = tl.bfloat16 if IS_BRAIN else tl.float16
-    CODE: tl.constexpr = _two_codes(FORMAT, J, IS_BRAIN)
-    if FORMAT == "int4":
-        ONE: tl.constexpr = 128.0 if IS_BRAIN else 1024.0
-        if zero is None:
-            more = tl.full(word.shape, -ONE - MIDDLE, SHORT)
-        else:
-            more = tl.broadcast_to((-ONE - zero.to(tl.float32)).to(SHORT)[:, None], word.shape)
-    else:
-        more = tl.full(word.shape, 2.0**120 if IS_BRAIN else 2.0**8, SHORT)
-    if IS_BRAIN:
-        number = tl.inline_asm_elementwise(CODE, "=r,r,r", [word, more], tl.bfloat16, is_pure=True, pack=2)
-    else:
-        number = tl.inline_asm_elementwise(CODE, "=r,r,r", [word, more], tl.float16, is_pure=True, pack=2)
-    return tl.dot(number.to(x.dtype), tl.trans(x), total, input_precision="ieee")
+def _multiplied(x, word, total, J: tl.constexpr):
+    """Byte J, an 8-bit float, of every 16-bit word."""
+    SHORT: tl.constexpr = tl.float16 if x.dtype == tl.float16 else tl.bfloat16
+    CODE: tl.constexpr = _two_codes(J, SHORT == tl.bfloat16)
+    bits = tl.inline_asm_elementwise(CODE, "=r,r", [word], tl.int16, is_pure=True, pack=2)
+    return tl.dot(bits.to(SHORT, bitcast=True).to(x.dtype), tl.trans(x), total, input_precision="ieee")
 
 
 @triton.constexpr_function
-def _two_codes(form, place, is_brain):
-    """PTX from two words ($1) to the floats of one code of each ($0), plus or times two floats ($2)."""
-    fma = f"fma.rn.{'bf' if is_brain else 'f'}16x2"
-    if form == "int4":
-        magic, one = ("0x43004300", "0x3F803F80") if is_brain else ("0x64006400", "0x3C003C00")
-        body = f"shr.u32 t, $1, {4 * place}; lop3.b32 t, t, 0x000F000F, {magic}, 0xEA; mov.b32 s, {one};"
-        return f"{{ .reg .b32 s, t; {body} {fma} $0, t, s, $2; }}"
-    keep, up = ("0x07F007F0", 4 - 8 * place) if is_brain else ("0x3F803F80", 7 - 8 * place)
-    sign = 8 - 8 * place
+def _two_codes(place, is_brain):
+    """PTX from two words ($1) to the floats of one byte of each ($0)."""
+    up, keep, more = (7, "0x3F803F80", "0x5C005C00") if not is_brain else (4, "0x07F007F0", "0x7B807B80")
+    up -= 8 * place
     move = f"shl.b32 t, $1, {up}" if up >= 0 else f"shr.u32 t, $1, {-up}"
-    body = f"{move}; and.b32 t, t, {keep}; shl.b32 s, $1, {sign}; lop3.b32 t, s, 0x80008000, t, 0xEA;"
+    body = f"{move}; and.b32 t, t, {keep}; shl.b32 s, $1, {8 - 8 * place};"
     # Minus zero: a product keeps its sign.
-    return f"{{ .reg .b32 s, t; {body} mov.b32 s, 0x80008000; {fma} $0, t, $2, s; }}"
+    body += f" lop3.b32 t, s, 0x80008000, t, 0xEA; mov.b32 s, 0x80008000; mov.b32 f, {more};"
+    body += f" fma.rn.{'bf' if is_brain else 'f'}16x2 $0, t, f, s;"
+    return f"{{ .reg .b32 f, s, t; {body} }}"
 
 
 @triton.jit
@@ -388,9 +336,8 @@ def packed_unpack(
 def _tile_code(form, is_brain):
     """PTX from a word ($4) and its output's scales ($5) to numbers of codes p ($0 to $3), two each."""
     if form == "int4":
-        magic, one, less = "0x43004300", "0x3F803F80", "0xC300C300"
-        if not is_brain:
-            magic, one, less = "0x64006400", "0x3C003C00", "0xE400E400"
+        words = "0x64006400 0x3C003C00 0xE400E400", "0x43004300 0x3F803F80 0xC300C300"
+        magic, one, less = words[is_brain].split()
         code = f"and.b32 t, $5, 15; mad.lo.u32 z, t, 0x10001, {less}; mov.b32 f, {one}; "
         for p in range(4):
             code += f"shr.u32 t, $4, {4 * p}; lop3.b32 t, t, 0x000F000F, {magic}, 0xEA; "

@@ -63,12 +63,9 @@ def can_tile(codes: torch.Tensor, scales: torch.Tensor, weight_format: str, bloc
 
 
 def tile(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    weight_format: str,
+    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, weight_format: str,
     block: Sequence[int],
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     (rows, size), columns = codes.shape[-2:], num_columns(codes, weight_format, block)
     plain = torch.nn.functional.pad(codes, (0, -size % TILE_BYTES))
     many = plain.view(-1, rows, plain.shape[-1] // TILE_BYTES, 4, 16)
@@ -86,16 +83,14 @@ def tile(
 
 
 def _words(codes: torch.Tensor, weight_format: str) -> torch.Tensor:
-    """Of bytes [..., tiles, 4, 16], two codes each; by bytes, which CPUs compute fast."""
+    """From bytes [..., tiles, 4, 16] of two codes, by operations on bytes, which CPUs have."""
     planes, made = codes.movedim(-2, 0).contiguous(), []
     for a, b, c, d in (planes & 15, planes >> 4):
         if weight_format == "int4":
             made += [a | b << 4, c | d << 4]
         else:
-            made.append((a & 3) << 6 | (b & 7) << 3 | c & 7)
-            made.append(
-                (a & 8) << 4 | (a & 4) >> 2 | (b & 8) << 1 | (c & 8) >> 2 | (d & 13) << 3 | (d & 2) << 1
-            )
+            top = (a & 8) << 4 | (a & 4) >> 2 | (b & 8) << 1 | (c & 8) >> 2
+            made += [(a & 3) << 6 | (b & 7) << 3 | c & 7, top | (d & 13) << 3 | (d & 2) << 1]
     return torch.stack(made, -1).view(torch.int32)
 
 
@@ -125,18 +120,10 @@ def _numbers_of_halves() -> torch.Tensor:
 
 
 def dequantise(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    order: torch.Tensor | None,
-    weight_format: str,
-    block: Sequence[int],
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    if weight_format == "mxfp4":
-        columns = num_columns(codes, weight_format, block)
-        codes, scales = tile(codes, scales, zeros, weight_format, block)
-        weight_format, block = TILED[weight_format], (TILE_ROWS, columns)
+    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, order: torch.Tensor | None,
+    weight_format: str, block: Sequence[int], dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    assert weight_format != "mxfp4", "MXFP4 is tiled"
     plain_format = PLAIN.get(weight_format, weight_format)
     if weight_format in PLAIN:
         codes, scales, zeros = _untiled(codes, scales, plain_format, block[1])

@@ -181,7 +181,7 @@ def test_short_groups_and_wide_scales_are_not_tiled() -> None:
 )
 def test_a_division_follows_from_shapes(rows: int, experts: int, wanted: tuple[int, int]) -> None:
     """Few outputs are split along the inputs; experts are programs enough."""
-    tile = tile_for(rows, experts, 4096, 128, 2048)
+    tile = tile_for(rows, experts, 4096, 128, 2048, False)
 
     assert wanted == (tile.rows, tile.splits)
 

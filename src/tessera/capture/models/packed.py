@@ -29,17 +29,8 @@ from torch.nn.functional import linear
 import tessera.kernels.packed  # noqa: F401 - registers the operators
 from tessera.capture.models.checkpoint import AGAIN, CONVERT, Tensors, first_line
 from tessera.errors import CaptureError
-from tessera.kernels.packing import (
-    MIDDLE,
-    MXFP4_BLOCK,
-    TILE_ROWS,
-    TILED,
-    can_tile,
-    num_columns,
-    pack_nibbles,
-    tile,
-    unpack_nibbles,
-)  # fmt: skip
+from tessera.kernels import packing
+from tessera.kernels.packing import MIDDLE, MXFP4_BLOCK, num_columns, pack_nibbles, unpack_nibbles
 
 UNSUPPORTED = {
     "bitsandbytes": "bitsandbytes", "gguf": "GGUF", "exl2": "EXL2", "exl3": "EXL3", "quanto": "quanto",
@@ -394,9 +385,9 @@ def _read(
     else:
         made = read(weight[...], {key: part[...] for key, part in parts.items()})
     form, block = made.code.format, made.code.block
-    if can_tile(made.codes, made.scales, form, block):
-        codes, scales = tile(made.codes, made.scales, made.zeros, form, block)
-        code = Code(TILED[form], (TILE_ROWS, made.shape[-1]))
+    if packing.can_tile(made.codes, made.scales, form, block):
+        codes, scales = packing.tile(made.codes, made.scales, made.zeros, form, block)
+        code = Code(packing.TILED[form], (packing.TILE_ROWS, made.shape[-1]))
         made = PackedWeight(code, made.dtype, codes=codes, scales=scales, order=made.order)
     exchanged = [*made.shape[:-2], *made.shape[:-3:-1]]
     # Square experts of MXFP4 (gpt-oss) are exchanged too.
