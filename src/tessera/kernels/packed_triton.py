@@ -163,9 +163,9 @@ def _sizes(
     outputs: int, columns: int, scales: torch.Tensor, weight_format: str, block: Sequence[int]
 ) -> dict[str, Any]:
     return {
-        "N": outputs, "K": columns, "FORMAT": weight_format, "NIBBLES": {"int4": True, "int8": False, "fp8": False}[weight_format],
-        "MIDDLE": MIDDLE.get(weight_format, 0), "BLOCK_N": block[0], "BLOCK_K": block[1],
-        "SCALE_ROWS": scales.shape[-2], "SCALE_COLUMNS": scales.shape[-1],
+        "N": outputs, "K": columns, "FORMAT": weight_format, "BLOCK_N": block[0], "BLOCK_K": block[1],
+        "NIBBLES": {"int4": True, "int8": False, "fp8": False}[weight_format],
+        "MIDDLE": MIDDLE.get(weight_format, 0), "SCALE_ROWS": scales.shape[-2], "SCALE_COLUMNS": scales.shape[-1],
     }  # fmt: skip
 
 
