@@ -164,8 +164,8 @@ def _sizes(
 ) -> dict[str, Any]:
     return {
         "N": outputs, "K": columns, "FORMAT": weight_format, "BLOCK_N": block[0], "BLOCK_K": block[1],
-        "NIBBLES": {"int4": True, "int8": False, "fp8": False}[weight_format],
-        "MIDDLE": MIDDLE.get(weight_format, 0), "SCALE_ROWS": scales.shape[-2], "SCALE_COLUMNS": scales.shape[-1],
+        "NIBBLES": {"int4": True, "int8": False, "fp8": False}[weight_format], "SCALE_ROWS": scales.shape[-2],
+        "MIDDLE": MIDDLE.get(weight_format, 0), "SCALE_COLUMNS": scales.shape[-1],
     }  # fmt: skip
 
 
