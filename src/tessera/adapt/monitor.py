@@ -28,6 +28,8 @@ from tessera.ir import Plan
 NUM_WINDOWS, NUM_SUPPOSED = 24, 4
 # Load levels in that time that count as steady.
 NUM_LEVELS = 2
+# Arrivals from which the variation of the times between them counts.
+MIN_ARRIVALS = 30
 
 Planned = tuple[tuple[str, float], ...]
 
@@ -243,6 +245,8 @@ class Meter:
         # Before watching began.
         self.before_per_s = 0.0
         self._times: deque[float] = deque()
+        # Sum over the times between them.
+        self._squares = 0.0
         self._start_s: float | None = None
         self._counts: deque[int] = deque(maxlen=NUM_WINDOWS)
         self._mark_s = 0.0
@@ -263,6 +267,8 @@ class Meter:
 
     def arrived(self, now_s: float) -> None:
         self._roll(now_s)
+        if self._times:
+            self._squares += (now_s - self._times[-1]) ** 2
         self._times.append(now_s)
         self._num += 1
 
@@ -278,7 +284,8 @@ class Meter:
     def count(self, now_s: float) -> float:
         self._roll(now_s)
         while self._times and self._times[0] <= now_s - self.window_s:
-            self._times.popleft()
+            first = self._times.popleft()
+            self._squares -= (self._times[0] - first) ** 2 if self._times else self._squares
         unseen_s = max(0.0, self.window_s - (now_s - (self._start_s or 0.0)))
         return len(self._times) + unseen_s * self.before_per_s
 
@@ -308,7 +315,12 @@ class Meter:
         """
         if self._dispersion is None:
             self._dispersion = self._measure()
-        return self._dispersion
+        num = len(self._times) - 1
+        if num < MIN_ARRIVALS:
+            return self._dispersion
+        # Of independent times between arrivals, known before the second window.
+        mean_s = max((self._times[-1] - self._times[0]) / num, 1e-9)
+        return max(self._dispersion, self._squares / num / mean_s**2 - 1.0)
 
     def _measure(self) -> float:
         counts, num = list(self._counts), len(self._counts)

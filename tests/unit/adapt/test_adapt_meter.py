@@ -41,8 +41,20 @@ def test_a_load_that_has_changed_for_good_is_steady_again() -> None:
         for window in range(start, start + (5 if rate == 100 else 9)):
             for n in range(rate):
                 made.arrived(10.0 * window + 0.09 * n)
+    made.count(139.9)
 
     assert pytest.approx(1.0) == made.dispersion
+
+
+def test_clumps_have_a_large_dispersion_within_the_first_window() -> None:
+    """Ten at a time, and as many one by one."""
+    clumps, single = meter(), meter()
+    for n in range(100):
+        clumps.arrived(0.9 * (n // 10) + 0.001 * (n % 10))
+        single.arrived(0.09 * n)
+
+    assert clumps.dispersion > 5.0
+    assert pytest.approx(1.0) == single.dispersion
 
 
 def test_what_was_before_is_supposed() -> None:
