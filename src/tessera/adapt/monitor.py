@@ -318,7 +318,7 @@ class Meter:
         num = len(self._times) - 1
         if num < MIN_ARRIVALS:
             return self._dispersion
-        # Of independent times between arrivals, known before the second window.
+        # Independent times between arrivals tell it before the second window.
         mean_s = max((self._times[-1] - self._times[0]) / num, 1e-9)
         return max(self._dispersion, self._squares / num / mean_s**2 - 1.0)
 
