@@ -15,6 +15,7 @@ from tessera.capture.function import workload
 from tessera.errors import CaptureError
 from tessera.execute.reference import Replay, same_bits
 from tessera.ir import BufferKind, Step, Trace
+from tessera.kernels.packing import tile
 from tessera.profile.counts import OpClass, work_of
 
 WIDTH, GROUP = 256, 32
@@ -102,15 +103,16 @@ def test_quantised_weights_are_not_made_up(tmp_path: Path) -> None:
 
 def test_idle_experts_are_not_read() -> None:
     """Two rows visit at most two of eight experts: a quarter of codes and scales."""
-    codes = torch.zeros(8, 64, 32, dtype=torch.uint8)
-    scales = torch.full((8, 64, 2), 127, dtype=torch.uint8)
-    x, offsets = torch.ones(2, 64), torch.tensor([1, 1, 1, 2, 2, 2, 2, 2], dtype=torch.int32)
+    plain = torch.zeros(8, 64, 64, dtype=torch.uint8), torch.full((8, 64, 4), 127, dtype=torch.uint8)
+    codes, scales = tile(*plain, None, "mxfp4", (1, 32))
+    x, offsets = torch.ones(2, 128), torch.tensor([1, 1, 1, 2, 2, 2, 2, 2], dtype=torch.int32)
+    form = ("mxfp4_tiled", (32, 128))
 
     trace = tessera.capture(
-        lambda x, o: torch.ops.tessera.packed_grouped(x, codes, scales, None, o, "mxfp4", (1, 32)), x, offsets
+        lambda x, o: torch.ops.tessera.packed_grouped(x, codes, scales, None, o, *form), x, offsets
     )
     work = work_of(trace.kernel_of(0), trace.launches[0])
 
     assert OpClass.GROUPED is work.op
-    assert (codes.nbytes + scales.nbytes) // 4 + 2 * 64 * 4 * 2 + offsets.nbytes == work.num_bytes
-    assert 2.0 * 2 * 64 * 64 == work.flops
+    assert (codes.nbytes + scales.nbytes) // 4 + 2 * (128 + 64) * 4 + offsets.nbytes == work.num_bytes
+    assert 2.0 * 2 * 64 * 128 == work.flops
