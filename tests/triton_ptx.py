@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from tessera.capture.offline import compiling_for
@@ -22,7 +21,6 @@ def compiled_for(arch: int) -> Iterator[list[Any]]:
 
     with (
         compiling_for(arch),
-        mock.patch.object(knobs.runtime, "add_stages_inspection_hook", None),
         mock.patch.object(JITFunction, "run", compile_only),
     ):
         yield kernels

@@ -47,7 +47,6 @@ def offline(card: SimpleNamespace = PROPERTIES) -> Iterator[FakeTensorMode]:
 @contextlib.contextmanager
 def compiling_for(arch: int) -> Iterator[None]:
     extra_module("triton", "gpu")
-    from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import CompiledKernel
     from triton.runtime import driver
@@ -57,16 +56,8 @@ def compiling_for(arch: int) -> Iterator[None]:
     with (
         unittest.mock.patch.object(driver, "_active", compiler, create=True),
         unittest.mock.patch.object(CompiledKernel, "_init_handles", _nothing),
-        unittest.mock.patch.object(knobs.runtime, "add_stages_inspection_hook", _without_binary),
     ):
         yield
-
-
-def _without_binary(*given: Any) -> tuple[str, str]:
-    """PTX is all that a trace keeps. Triton's cache has such kernels under keys of their own."""
-    if given:
-        given[1]["cubin"] = lambda ptx, metadata: b""
-    return "ptx", "ptx"
 
 
 def _driver(target: Any) -> Any:

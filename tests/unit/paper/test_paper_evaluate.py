@@ -147,7 +147,7 @@ def test_a_run_without_time_says_what_is_missing(library: Library, found: dict[s
 
 @pytest.mark.parametrize("load", LOADS, ids=lambda load: load.model)
 def test_outlines_of_all_families_come_with_the_package(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two sizes that are alike, for every step of a request."""
+    """Two sizes that are alike, for every step of a request."""
     monkeypatch.setattr("tessera.flow.record_compiled", lambda step: pytest.fail(f"{step} is not known"))
 
     assert (True, "") == choose_launches(at_anchors(load.steps), "")

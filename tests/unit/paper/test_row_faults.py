@@ -84,7 +84,7 @@ def test_the_state_of_a_moved_request_crosses_the_link() -> None:
 
 
 def test_a_switch_to_fewer_microbatches_keeps_all_requests_going() -> None:
-    """Of three full microbatches one is renewed; the others go on beside it and take no more."""
+    """One of three full microbatches is renewed; the others go on beside it and take no more."""
     plans = [reading_plan(0, microbatches=3), reading_plan(1, microbatches=1)]
     requests = load_of(plans[0].unit, at_us(*[0.0] * 6, outputs=[50] * 6), 2)
     served = served_with_switches(plans, requests, 100e-6)

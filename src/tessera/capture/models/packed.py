@@ -422,6 +422,8 @@ def _integers(
     if bits == 8:  # unsigned to signed
         codes = (codes ^ 128).view(torch.int8)
         zeros = None if zeros is None else (zeros ^ 128).view(torch.int8)
+    elif zeros is not None and bool((zeros > 15).any()):
+        raise IndexError("a zero is no code of 4 bits")
     middle = MIDDLE.get(f"int{bits}", 0)
     if zeros is not None:
         zeros = None if bool((zeros == middle).all()) else zeros.to(torch.int8).contiguous()
