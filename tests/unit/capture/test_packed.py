@@ -244,7 +244,12 @@ def test_a_folder_that_lacks_scales_is_named(written: Folders, tmp_path: Path) -
         ("gptq", ".g_idx", lambda t: (torch.arange(64) > 9).int(), "g_idx has no groups of 32 columns"),
         ("gptq", ".g_idx", lambda t: t[:10], "g_idx has no groups of 32 columns"),
         ("gptq", ".qweight", lambda t: t.float(), r"packed as \(8, 96\) of torch.float32"),
-        ("int4", ".weight_zero_point", lambda t: torch.full((96, 2), 20, dtype=torch.int8), "no code of 4 bits"),
+        (
+            "int4",
+            ".weight_zero_point",
+            lambda t: torch.full((96, 2), 20, dtype=torch.int8),
+            "no code of 4 bits",
+        ),
         ("fp8-tensor", ".weight_scale", lambda t: torch.ones(3), r"shape \[3, 1\], where \[96, 1\] fits"),
         ("fp8-rows", ".weight", lambda t: t.half(), "of torch.float16"),
     ],
