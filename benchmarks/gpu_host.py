@@ -4,6 +4,7 @@
         --name host_h200_202611
     python benchmarks/gpu_host.py --model llama-3-8b --memory 10GB --batch 1,16 ...
     python benchmarks/gpu_host.py --model deepseek-v2-lite --memory 12GB ...          or mixtral-8x7b
+    python benchmarks/gpu_host.py --model FOLDER --parts own --memory 8GB ...         (packed_folder.py)
 
 Parts, each in a process of its own, on the same random bf16 weights in number and shape:
   own         the service on cuda:0,cpu with the GPU's memory capped, and what its plan expected
@@ -96,7 +97,8 @@ def own(args: argparse.Namespace, log: Log) -> None:
     cluster = wire(devices, ["here"])
     links = [replace(x, fetch_gbps=fetch_gbps, fetch_slowdown=slowdown) for x in cluster.links]
     cluster = replace(cluster, links=tuple(links))
-    made = prepare(named(args.model, args.layers), cluster, spec, advance=advance)
+    model = named(args.model, args.layers) if args.layers else args.model
+    made = prepare(model, cluster, spec, advance=advance)
     plan = made.policies[0]
     placement, buffers = plan.plans[0].lanes[0].placement, plan.plans[0].graphs[0].trace.buffers
     fetched = [b.size_bytes for b in buffers if b.name in dict(placement.fetched)]
@@ -346,11 +348,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--name", default="host")
     args = parser.parse_args()
-    args.layers = args.layers or LANGUAGE[args.model][1]["num_hidden_layers"]
-    parts = args.parts.split(",")
-    path = args.out / f"{args.name}_{args.model}.json"
+    if args.model in LANGUAGE:
+        args.layers = args.layers or LANGUAGE[args.model][1]["num_hidden_layers"]
+    parts, name = args.parts.split(","), f"{args.name}_{Path(args.model).name}"
+    path = args.out / f"{name}.json"
     if len(parts) == 1:
-        log = Log(args.out / f"{args.name}_{args.model}_{parts[0]}.json")
+        log = Log(args.out / f"{name}_{parts[0]}.json")
         log.put("about", about() | {"command": " ".join(sys.argv)})
         made = {"own": own, "accelerate": accelerate, "fetch": fetch, "copies": copies}
         log.attempt(parts[0], made[parts[0]], args, log)
@@ -362,7 +365,7 @@ def main() -> None:
             subprocess.run(command, timeout=args.limit, check=False)
         except subprocess.TimeoutExpired:
             print(f"{part}: not done in {args.limit:g} s", flush=True)
-        one = args.out / f"{args.name}_{args.model}_{part}.json"
+        one = args.out / f"{name}_{part}.json"
         if one.exists():
             found[part] = json.loads(one.read_text())
             one.unlink()
