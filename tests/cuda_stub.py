@@ -150,6 +150,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         "pin": lambda tensor: None,
         "mem_ops": _mem_ops,
         "copy": lambda stream, target, source, num: ctypes.memmove(target, source, num),
+        "fetch": lambda stream, target, source, num: ctypes.memmove(target, source, num),
+        "fetch_kernel": lambda ordinal: None,
     }.items():
         patch(driver, name, what)
     patch(Hub, "_launch", _launch)

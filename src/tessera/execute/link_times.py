@@ -102,7 +102,7 @@ def time_fetches(ordinal: int, num_threads: int) -> tuple[float, float]:
             start.record()
             for number in range(num):
                 source = sources[number % NUM_FETCHED]
-                driver.fetch(int(stream.cuda_stream), place.data_ptr(), source.data_ptr(), FETCHED_BYTES)
+                driver.fetch(stream, place.data_ptr(), source.data_ptr(), FETCHED_BYTES)
             stop.record()
             stop.synchronize()
         return max(1e-9, 1e-3 * float(start.elapsed_time(stop)) / num)

@@ -82,7 +82,7 @@ class Wires:
     def buses(self) -> tuple[str, ...]:
         """A bus carries one transfer at a time."""
         cpus = {d.name for d in self.cluster.devices if d.is_cpu}
-        # Weights are fetched in pieces between which values go, so neither waits for the other.
+        # Weights are fetched by a kernel, values by copies, so neither waits for the other.
         fetching = (_bus(x) + FETCHED for x in self.cluster.links if x.src in cpus)
         return tuple(dict.fromkeys([*map(_bus, self.cluster.links), *fetching]))
 

@@ -178,8 +178,8 @@ def test_a_place_is_not_overwritten_before_its_launch_has_run_nor_read_before_it
     made, log = fetching(), list[tuple[str, dict[int, int], int, int]]()
     monkeypatch.setattr(Clocked, "all", [])
 
-    def copy(stream: int, target: int, source: int, num: int) -> None:
-        log.append(("copy", Clocked.all[stream].tick(), stream, target))
+    def copy(stream: Clocked, target: int, source: int, num: int) -> None:
+        log.append(("copy", stream.tick(), stream.cuda_stream, target))
 
     def run(self: Launcher, launch: int, memory: Memory) -> None:
         clock = compute.tick()
@@ -195,7 +195,7 @@ def test_a_place_is_not_overwritten_before_its_launch_has_run_nor_read_before_it
     )  # fmt: skip
     graphs._buffers.append(room)
     graphs.add(lower(made)[0])
-    monkeypatch.setattr(driver, "copy", copy)
+    monkeypatch.setattr(driver, "fetch", copy)
     monkeypatch.setattr(torch.cuda, "Event", Clocked.Event)
     monkeypatch.setattr(Launcher, "run", run)
     for method in ("_receive", "_send"):  # of values

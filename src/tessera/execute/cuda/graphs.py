@@ -223,6 +223,8 @@ class DeviceGraphs:
         number, trace = self.device.number, self.traces[program.step]
         base = {b: self._weight(program.step, b) for b in program.weights[number]}
         fetched = {b for slot in self.state.slots(room.number, program).values() for b in slot}
+        if fetched:
+            driver.fetch_kernel(self.device.ordinal)
         base |= {b: self._pinned(program.step, b) for b in fetched}
         for buffer in trace.buffers_of(BufferKind.INPUT):
             base[buffer] = room.inputs[program.step, trace.buffers[buffer].name]

@@ -208,12 +208,11 @@ class _Issue:
                 self._memory.free(buffer)
 
     def _fetch(self, launch: int) -> None:
-        """Values that arrive meanwhile wait for one piece at most."""
         stream = self._room.fetching
         stream.wait_event(_mark(self._compute))
         for buffer, place in self._memory.slots[launch].items():
             source = self._share.base[buffer]
-            driver.fetch(_handle(stream), place.data_ptr(), source.data_ptr(), source.nbytes())
+            driver.fetch(stream, place.data_ptr(), source.data_ptr(), source.nbytes())
         self._fetched[launch] = _mark(stream)
 
     def _put_zero_state(self, launch: int) -> list[int]:
