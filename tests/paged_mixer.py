@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tessera.capture import Workload
-from tessera.capture.models.paged import FLAT, layout_of
+from tessera.capture.models.paged import layout_of
 from tessera.kernels import PAGE, of_group
 
 
@@ -16,7 +16,7 @@ class Mixer:
 
     def __init__(self, workload: Workload, seed: int = 0) -> None:
         self._workload, self._step = workload, workload.step
-        self._is_flat = layout_of(workload.module).kind == FLAT
+        self._is_flat = layout_of(workload.module).is_packed
         self._windows = self._step.windows or (0,)
         self._random = random.Random(seed)
         self._free = list(range(1, self._step.reserve // PAGE))

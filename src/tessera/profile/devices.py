@@ -117,7 +117,7 @@ def _cap(word: str) -> tuple[str, int]:
     name, _, size = word.rpartition("=")
     number = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", size, re.IGNORECASE)
     if not name or number is None or not float(number[1]):
-        message = f"--memory must be DEVICE=SIZE, got '{word}'"
+        message = f"it must be DEVICE=SIZE, got '{word}'"
         remedy = "Write --memory cuda:0=22GB: a number above zero, in KB, MB, GB, TB, KiB, MiB, GiB or TiB."
         raise TesseraError(message, remedy, "--memory")
     return name, int(float(number[1]) * UNITS[(number[2] or "").capitalize()])

@@ -203,8 +203,8 @@ class AccessMiddleware:
             await self._app(scope, receive, send)
             return
         response = error.response
-        if "transfer-encoding" in headers or _content_length(headers) > HEAD_BYTES // 2:
-            response.headers["connection"] = "close"  # the body is not read
+        if "transfer-encoding" in headers:
+            response.headers["connection"] = "close"  # tiny chunks cost much time
         await response(scope, receive, send)
 
     def _refusal(self, path: str, headers: Headers, number: int | None) -> ApiError | None:

@@ -1,6 +1,7 @@
 """HttpServer: uvicorn with limited connections and an orderly shutdown.
 
-A `Connection` is closed if its request head is late or too large, or its client does not read. At the limit
+A `Connection` is closed if its request head is late or too large, or its client does not read. The rest of a
+body that was answered early is dropped: closing would reset what the client has yet to read. At the limit
 of connections the oldest idle one is closed for a new one; the new one is refused only if all are busy, so
 idle sockets never keep out a request. Bytes are read in small pieces, so that no client holds the event loop
 for long.
@@ -53,12 +54,22 @@ class ConnectionTable:
         return Connection(self, options)
 
 
+class Parser(HttpToolsProtocol):
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self.cycle.more_body = False  # also of a request that is answered
+
+    @property
+    def is_in_body(self) -> bool:
+        return self.cycle is not None and self.cycle.more_body
+
+
 class Connection(asyncio.BufferedProtocol):
     _transport: asyncio.Transport
 
     def __init__(self, table: ConnectionTable, options: dict[str, Any]) -> None:
         self._table, self._limits = table, table.limits
-        self._http = HttpToolsProtocol(**(options | {"app_state": {CONNECTION: self}}))
+        self._http = Parser(**(options | {"app_state": {CONNECTION: self}}))
         self._idle_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         # The next request may begin before the last has returned.
@@ -87,8 +98,11 @@ class Connection(asyncio.BufferedProtocol):
         if is_idle and not self.received:  # a request head has the idle time-out
             self._start_idle_timer()
         self.received += nbytes
+        is_rest = is_idle and self._http.is_in_body
         self._http.data_received(bytes(self._table.buffer[:nbytes]))
-        if is_idle and self.received > HEAD_BYTES:
+        if is_rest and not self._http.is_in_body:
+            self.received = 0
+        if is_idle and self.received > (self._limits.bodies_bytes if is_rest else HEAD_BYTES):
             self._drop()
 
     def eof_received(self) -> None:

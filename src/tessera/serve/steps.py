@@ -19,7 +19,7 @@ from tessera.capture import Workload, build, known_models, place_of
 from tessera.capture.models import another, checkpoint
 from tessera.capture.models.joined import JoinedLinear
 from tessera.capture.models.packed import PackedWeight
-from tessera.capture.models.paged import DENSE, FLAT, layout_of, max_positions, num_dense
+from tessera.capture.models.paged import GATHERED, layout_of, max_positions, num_dense
 from tessera.capture.models.vision import PICTURE_TOKENS
 from tessera.errors import CaptureError, TesseraError, UnknownName
 from tessera.ir import Group, Step
@@ -106,8 +106,9 @@ def served(
     sees = _sees(config, model)
     config = config.get_text_config()
     found = layout_of(first.module)
-    layout, is_flat, windows = found.kind, found.kind == FLAT, found.windows or (0,)
-    most_tokens = spec.max_batch_tokens or MAX_BATCH_TOKENS
+    is_flat, gathers, windows = found.is_packed, found.kind in GATHERED, found.windows or (0,)
+    # Each token that is gathered for has a copy of its sequence's keys.
+    most_tokens = 1 if gathers else spec.max_batch_tokens or MAX_BATCH_TOKENS
     rows = spec.rows or _rows(first, spec, _room(first, room_bytes) / microbatches, windows, most_tokens)
     size = _length(model, capacity, max_positions(first.module))
     sizes = sizes_of(rows, most_tokens, is_flat, min_size)
@@ -123,7 +124,7 @@ def served(
     pool_tokens = PAGE * pages_for(pool_tokens)
     length = min(size, spec.load.prompt_tokens + spec.load.output_tokens // 2)
     pages = replace(smallest, reserve=pool_tokens, rows=rows, length=length)
-    if layout == DENSE:
+    if gathers:
         size = min(size, num_dense(first.module, pages))
         if capacity is not None and size < capacity:
             message = f"with {pool_tokens} tokens in pages, {rows} sequences of {model} have at most {size}"

@@ -16,7 +16,7 @@ from paged_mixer import Mixer, generated
 from sampling import examples, num_layers, some_of
 from tessera.capture import Workload, build, record, record_step
 from tessera.capture.models import another, recurrent
-from tessera.capture.models.paged import DENSE, FLAT, ROWS, layout_of, max_positions
+from tessera.capture.models.paged import FLAT, PACKED, ROWS, SPLIT, layout_of, max_positions
 from tessera.capture.models.pages import PageMask
 from tessera.errors import CaptureError
 from tessera.execute.reference import Replay, same_bits
@@ -37,9 +37,9 @@ LAYOUTS = {
     "qwen3_moe": FLAT,
     "gpt_oss": FLAT,
     "deepseek_v3": FLAT,
-    "falcon": DENSE,
-    "bloom": DENSE,
-    "mpt": DENSE,
+    "falcon": SPLIT,
+    "bloom": SPLIT,
+    "mpt": SPLIT,
     "mamba": FLAT,
     "mamba2": FLAT,
     "jamba": FLAT,
@@ -50,7 +50,7 @@ LAYOUTS = {
 
 def step_of(place: str, layout: str = FLAT, sequences: int = SEQUENCES, **more: Any) -> Step:
     """A step of a built-in model or a folder."""
-    tokens = TOKENS if layout == FLAT else sequences
+    tokens = TOKENS if layout in PACKED else sequences
     random_weights = Path(place).is_dir()
     return Step(place, "tokens", sequences, tokens, reserve=POSITIONS, random_weights=random_weights, **more)
 
@@ -146,7 +146,7 @@ def test_plain_decode_steps_attend_to_latents_too(name: str, tmp_path: Path) -> 
 def test_attention_of_a_models_own_with_windows_is_masked_right(tmp_path: Path) -> None:
     """Local layers of GPT-Neo count back from the last of their keys, which is the row's newest."""
     sizes = {**BY_NAME["gpt_neo"].sizes, "window_size": 6}
-    workload = folder_step(Model("gpt_neo", "GPTNeoForCausalLM", sizes), tmp_path, DENSE)
+    workload = folder_step(Model("gpt_neo", "GPTNeoForCausalLM", sizes), tmp_path, SPLIT)
 
     check_answers(workload)
 
@@ -338,13 +338,34 @@ def test_prompts_that_attend_in_both_directions_are_refused(tmp_path: Path) -> N
         folder_step(Model("gemma3_text", "Gemma3ForCausalLM", sizes), tmp_path, FLAT)
 
 
-def test_a_model_whose_attention_reads_other_values_than_it_keeps_is_called_by_rows(tmp_path: Path) -> None:
+def test_a_model_whose_attention_reads_other_values_than_it_keeps_is_split(tmp_path: Path) -> None:
     """DiffLlama attends twice to the same keys, with halves of its values."""
     sizes = {**BY_NAME["llama"].sizes, "head_dim": 8}
-    workload = folder_step(Model("diffllama", "DiffLlamaForCausalLM", sizes), tmp_path, DENSE)
+    workload = folder_step(Model("diffllama", "DiffLlamaForCausalLM", sizes), tmp_path, SPLIT)
 
-    assert DENSE == layout_of(workload.module).kind
+    assert SPLIT == layout_of(workload.module).kind
     check_answers(workload)
+
+
+def test_biases_of_positions_are_not_rounded_otherwise(tmp_path: Path) -> None:
+    """Falcon's have 8 bits: counted from the end of a long row, those of neighbours would be the same."""
+    sizes = {**BY_NAME["falcon"].sizes, "alibi": True, "max_position_embeddings": 2048}
+    Model("falcon", "FalconForCausalLM", sizes).write(tmp_path)
+    workload = build(replace(step_of(str(tmp_path), SPLIT, sequences=1), reserve=16 * POSITIONS))
+    given = {name: torch.zeros_like(t) for name, t in workload.make_inputs(0).items()}
+    tokens = torch.arange(3, 3 + TOKENS)
+    given |= {"tokens": tokens, "positions": torch.arange(TOKENS), "slots": PAGE + torch.arange(TOKENS)}
+    given["pages"][0], given["query_starts"][1], given["lengths"][0] = 1, TOKENS, TOKENS
+    plain = workload.module(input_ids=tokens[None], use_cache=False).logits[0, -1]
+
+    torch.testing.assert_close(workload.run(given, workload.make_state(0))["logits"][0], plain)
+
+
+def test_positions_that_do_not_begin_at_zero_are_refused(tmp_path: Path) -> None:
+    """RoBERTa counts from the number of its padding token: its answers would be others."""
+    sizes = {**BY_NAME["roberta"].sizes, "is_decoder": True}
+    with pytest.raises(CaptureError, match="its logits differ from those of its plain forward"):
+        folder_step(Model("roberta", "RobertaForCausalLM", sizes), tmp_path, FLAT)
 
 
 LONG = {

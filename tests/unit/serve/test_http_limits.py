@@ -9,6 +9,7 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from http.client import HTTPConnection
 from typing import Any
 
 import pytest
@@ -156,6 +157,31 @@ def test_large_body_is_refused(server: Running, is_chunked: bool) -> None:
 
     assert answer.status_code == 413
     assert answer.json()["error"]["code"] == "request_too_large"
+
+
+@pytest.mark.parametrize(("kind", "status"), [("application/json", 413), ("text/plain", 415)])
+def test_refusal_reaches_a_client_that_sends_on(server: Running, kind: str, status: int) -> None:
+    """A client that reads nothing until it has sent 70 MB is told why, and may send another request."""
+    client = HTTPConnection(server.url.partition("//")[2])
+    for body, expected in ((bytes(70_000_000), status), (b"{}", 415)):
+        client.request("POST", "/v1/chat/completions", body, {"content-type": kind if body[0] == 0 else ""})
+        answer = client.getresponse()
+        answer.read()
+        assert answer.status == expected
+    client.close()
+
+
+@pytest.mark.parametrize(("is_next", "num_bytes"), [(False, 2**24), (True, 2**21)])
+def test_rest_of_a_refused_body_is_bounded(service: Scripted, is_next: bool, num_bytes: int) -> None:
+    """After an answer, no more bytes are read than large bodies may have; the next head has its own bound."""
+    head = b"POST / HTTP/1.1\r\nhost: localhost\r\n"
+    size = 70_000 if is_next else 10**8
+    first = b"%scontent-length: %d\r\n\r\n%s" % (head, size, bytes(70_000))
+    with running(service, HttpLimits(bodies_bytes=2**22)) as server, connect(server, first) as client:
+        wait_until(lambda: b"405" in client.recv(100, socket.MSG_PEEK))
+        with suppress(ConnectionError):
+            client.sendall(head * is_next + b"x" * num_bytes)
+            everything(client)
 
 
 def test_body_that_does_not_come_is_given_up(server: Running) -> None:

@@ -149,12 +149,12 @@ def test_a_model_with_attention_of_its_own_has_pages_for_all_rows(tmp_path: Path
     next(model for model in MODELS if model.name == "falcon").write(tmp_path)
     shape = served(str(tmp_path), ServeSpec(rows=8, random_weights=True)).shape
     assert shape.pool_tokens > 8 * 16
-    assert shape.sizes == (8,)
+    assert shape.sizes == (8, 16)
 
 
 @pytest.mark.parametrize("name", ["falcon", "mamba2"])
 def test_any_model_is_served_for_a_load(name: str, tmp_path: Path) -> None:
-    """One token of each sequence a step, and state by row: nobody chose sizes, nobody gave a plan."""
+    """Attention of its own, and state by row: nobody chose sizes, nobody gave a plan."""
     next(model for model in MODELS if model.name == name).write(tmp_path)
     load = Load(24, 8)
     spec = ServeSpec(random_weights=True, effort="quick", load=load, is_for_load=True, policies=("single",))

@@ -5,9 +5,11 @@ writes to page 0. Layers of each window have a page table of their own (`slots`,
 all in the same pages. The first layout that works is used:
 
     flat   all tokens in one row; recurrent state has a row per sequence: `rows` tells which, and which begin
+    split  each token in a row, for models with their own attention: keys and values are gathered from pages
+           and masked
     rows   one token per sequence, a fixed row each, for other recurrent layers: state is zeroed where `fresh`
            is set
-    dense  as rows, for models with their own attention: keys and values are gathered from pages and masked
+    dense  as rows, with keys and values as in split
 
 Outputs are logits of each sequence's newest token and the next one, chosen by tessera::choose; unused
 sequences get arbitrary finite numbers. A negative token refers to the previous step's choice (-1: first
@@ -37,12 +39,12 @@ from tessera.capture.models.pages import (
     NUM_FIRST_PAGES,
     PackedCache,
     PagedCache,
+    PageMask,
     PageTables,
     chunk_of,
     clear_rows,
     exchanged_attention,
     is_indexer,
-    places_ago,
 )
 from tessera.capture.models.recurrent import PackedStates, exchanged_recurrence
 from tessera.capture.reads import traced
@@ -53,7 +55,9 @@ from tessera.kernels import BY_ROW, NEWEST, PAGE, of_group
 from tessera.kernels.choice import EDIT_FIELDS, INPUTS, Number, Setting, max_edits, num_words
 from tessera.kernels.choose import choose
 
-FLAT, ROWS, DENSE = "flat", "rows", "dense"
+FLAT, SPLIT, ROWS, DENSE = "flat", "split", "rows", "dense"
+# Several tokens of a sequence in a step; keys and values by row.
+PACKED, GATHERED = (FLAT, SPLIT), (SPLIT, DENSE)
 NUM_TRIED, TRIED_POSITIONS = 3, NUM_FIRST_PAGES * PAGE
 SHARE_OF_ANSWERS, SHARE_OF_PICTURES = 0.5, 0.25
 SHARE_OF_KNOWN = 3
@@ -62,6 +66,7 @@ SHARE_OF_KNOWN = 3
 MAX_ERROR = 3e-4
 HALF_TYPES = (torch.bfloat16, torch.float16)
 NUM_USED_PAGES = 64
+OWN_ATTENTION = "its attention is none of transformers' registered functions"
 LIMITS = ("max_position_embeddings", "max_seq_len")
 
 
@@ -76,6 +81,10 @@ class StepLayout:
     windows: tuple[int, ...] = ()
     # Why tokens cannot be packed.
     reason: str = ""
+
+    @property
+    def is_packed(self) -> bool:
+        return self.kind in PACKED
 
 
 _LAYOUTS: "WeakKeyDictionary[torch.nn.Module, StepLayout]" = WeakKeyDictionary()
@@ -101,13 +110,13 @@ def _find_layout(model: Any) -> StepLayout:
         )
     _fix_frequencies(model)
     errors = []
-    for kind in (FLAT, ROWS, DENSE):
+    for kind in (FLAT, SPLIT, ROWS, DENSE):
         try:
             layout = _try(model, kind)
         except UNFIT as error:
             errors.append(error)
             continue
-        return replace(layout, reason=_first_line(errors[0]) if errors else "")
+        return replace(layout, reason="" if layout.is_packed else _first_line(errors[0]))
     said = "; ".join(dict.fromkeys(map(_first_line, errors)))
     raise CaptureError(
         f"a {config.model_type} cannot be served: no way to call it works: {said}",
@@ -131,6 +140,8 @@ def _fixed(kind: str) -> str:
 
 def _first_line(error: Exception) -> str:
     said = str(error).partition("\n")[0]
+    if PageMask.__name__ in said:
+        return OWN_ATTENTION
     return (
         said if isinstance(error, (ValueError, CaptureError)) and said else f"{type(error).__name__}: {said}"
     )
@@ -143,9 +154,9 @@ def _cache_name(model: Any) -> str:
 def _try(model: Any, kind: str) -> StepLayout:
     cache = (PackedCache if kind == FLAT else PagedCache)(model.config)
     has_positions = generic.takes(model, "position_ids")
-    if kind != DENSE and cache.paged and not has_positions:
+    if kind not in GATHERED and cache.paged and not has_positions:
         raise ValueError("it takes no positions")
-    num = 2 * NUM_TRIED if kind == FLAT else NUM_TRIED
+    num = 2 * NUM_TRIED if kind in PACKED else NUM_TRIED
     step = Step("", "tokens", NUM_TRIED, num, reserve=TRIED_POSITIONS)
     make = partial(_make_inputs, model, step, kind, seed=0, has_rows=True)
     parts = ([(length, 1)] * NUM_TRIED for length in (1, 2))
@@ -157,32 +168,37 @@ def _try(model: Any, kind: str) -> StepLayout:
     if logits.dim() != 2 or len(logits) != NUM_TRIED:
         raise ValueError("it returns no logits per sequence")
     layout = _describe_layout(kind, left)
-    is_sure = kind == ROWS or (kind == FLAT and not layout.rows)
+    # A GPU's kernels were not tried with 32 bits of every shape.
+    is_sure = model.device.type == "cuda" and (kind == ROWS or (kind == FLAT and not layout.rows))
     if not is_sure and model.device.type != "meta" and not isinstance(logits, FakeTensor):
         _check_logits(model, layout)
     return layout
 
 
 def _check_logits(model: Any, layout: StepLayout) -> None:
-    """Raises unless a few tokens, one by one, get the plain forward's logits.
+    """Raises unless a few tokens, in parts, get the plain forward's logits.
 
     A model's own attention may treat masks and lengths in any way, its recurrence may have another form. Both
     are computed with 32-bit numbers: many layers amplify the rounding of 16-bit ones to any error.
     """
-    step = Step("", "tokens", NUM_TRIED, NUM_TRIED, reserve=TRIED_POSITIONS, windows=layout.windows)
+    parts = ((0, 2), (2, 3)) if layout.is_packed else ((0, 1), (1, 2), (2, 3))
+    num, pages = NUM_TRIED * parts[0][1], 1 + NUM_TRIED * max(1, len(layout.windows))
+    step = Step("", "tokens", NUM_TRIED, num, reserve=pages * PAGE, windows=layout.windows)
     workload = PagedSteps(model, step, layout).workload()
     state = generic.placed(model, lambda: workload.make_state(0))
     state = {name: torch.zeros_like(t, dtype=_widened(t.dtype)) for name, t in state.items()}
     random = torch.Generator().manual_seed(0)
     made = generic.placed(model, lambda: {"tokens": make_tokens(model.config, (NUM_TRIED, 3), random)})
     plain_choices = generic.placed(model, partial(greedy_choices, model, step))
+    make = partial(_make_inputs, model, step, layout.kind, seed=0, has_rows=bool(layout.rows))
     with generic.apart(model), _Widened(), torch.backends.cudnn.flags(enabled=False):  # cuDNN rounds to TF32
-        for at, read in enumerate(made["tokens"].unbind(1)):
-            parts = [(at + 1, 1)] * NUM_TRIED
-            inputs = generic.placed(
-                model, partial(_make_inputs, model, step, layout.kind, parts, 0, has_rows=bool(layout.rows))
-            )
-            logits = workload.run({**inputs, **plain_choices, "tokens": read}, state)["logits"]
+        for first, last in parts:
+            inputs = generic.placed(model, partial(make, [(last, last - first)] * NUM_TRIED))
+            read = made["tokens"][:, first:last].flatten()
+            inputs["tokens"][: len(read)] = read
+            if "is_image" in inputs:
+                inputs["is_image"].fill_(False)
+            logits = workload.run({**inputs, **plain_choices}, state)["logits"]
         plain = model(input_ids=made["tokens"], use_cache=False).logits[:, -1]
     error = float((logits - plain).abs().max() / plain.abs().max())
     if not error <= MAX_ERROR:
@@ -224,7 +240,7 @@ def _run(
     with (
         traced(),
         generic.attributes_kept(model, memory.attributes) as left,
-        exchanged_attention(model, cache, kind == DENSE),
+        exchanged_attention(model, cache, kind in GATHERED),
         using_adapters(model, inputs.get("adapters")),
         ExitStack() as stack,
     ):
@@ -233,24 +249,28 @@ def _run(
             stack.enter_context(exchanged_recurrence(model, states))
         tables = [_table(model, kind, step, inputs, group) for group in range(num_groups(step))]
         cache.begin(tables, inputs.get("fresh"), states)
-        if memory.attributes and kind == FLAT:
+        if memory.attributes and kind in PACKED:
             raise ValueError("its layers keep a state of their own")
         for tensor in memory.attributes.values():
             clear_rows(tensor, inputs["fresh"])
-        logits = _logits(model, kind, inputs, cache)
+        logits = _logits(model, kind, inputs, cache, tables[0])
         attributes = left()
-    if kind != DENSE and any(layer.is_unread for layer in cache.paged):
-        raise ValueError("its attention is none of transformers' registered functions")
+    if kind not in GATHERED and any(layer.is_unread for layer in cache.paged):
+        raise ValueError(OWN_ATTENTION)
     cache.begin(())
     return logits, ModelMemory(cache, attributes)
 
 
 def _table(model: Any, kind: str, step: Step, inputs: Tensors, group: int) -> PageTables:
     slots, starts = (inputs[of_group(name, group)] for name in ("slots", "page_starts"))
-    pages, positions, by_row = inputs["pages"], inputs["positions"], None
-    if kind == DENSE:
-        seen = (positions[:, None] - places_ago(num_dense(model, step), pages.device)).clamp_min(0)
-        by_row = pages[starts[:, None] + seen // PAGE] * PAGE + seen % PAGE
+    pages, positions, seen, by_row = inputs["pages"], inputs["positions"], None, None
+    if kind in GATHERED:
+        if kind == SPLIT:
+            places = torch.arange(len(positions), device=pages.device)
+            starts = starts[(places[:, None] >= inputs["query_starts"][1:-1]).sum(1)]
+        seen = positions[:, None] - torch.arange(num_dense(model, step) - 1, -1, -1, device=pages.device)
+        place = seen.clamp_min(0)
+        by_row = pages[starts[:, None] + place // PAGE] * PAGE + place % PAGE
     return PageTables(
         positions,
         slots // PAGE,
@@ -261,19 +281,23 @@ def _table(model: Any, kind: str, step: Step, inputs: Tensors, group: int) -> Pa
         inputs["query_starts"],
         step.context == step.batch,
         expected_length(step),
+        seen,
         by_row,
     )
 
 
-def _logits(model: Any, kind: str, inputs: Tensors, cache: PagedCache) -> torch.Tensor:
+def _logits(model: Any, kind: str, inputs: Tensors, cache: PagedCache, tables: PageTables) -> torch.Tensor:
     by_row = kind != FLAT
     given = {name: inputs[name] for name in ("tokens", "positions", "is_image", "image") if name in inputs}
     given = {name: tensor[:, None] if by_row else tensor[None] for name, tensor in given.items()}
     if "rotary" in inputs:
         given["rotary"] = inputs["rotary"][:, None]
-    newest = None if by_row else (inputs["query_starts"][1:] - 1).clamp_min(0)
-    pick = None if newest is None else lambda hidden: hidden[:, newest]
-    logits: torch.Tensor = generic.forward(model, (_cache_name(model), cache), given, pick).logits
+    newest = (inputs["query_starts"][1:] - 1).clamp_min(0) if kind in PACKED else None
+    pick = None if newest is None else lambda hidden: hidden[newest] if by_row else hidden[:, newest]
+    more: dict[str, Any] = {}
+    if tables.seen is not None and generic.takes(model, "attention_mask"):  # biases may follow it
+        more["attention_mask"] = (tables.seen >= 0).long()
+    logits: torch.Tensor = generic.forward(model, (_cache_name(model), cache), given, pick, **more).logits
     return logits[:, -1] if by_row else logits[0]
 
 
@@ -316,13 +340,13 @@ def max_positions(model: Any) -> int:
 def paged_workload(model: Any, step: Step) -> Workload:
     _check_sizes(step)
     layout = layout_of(model)
-    if layout.kind != FLAT and step.context != step.batch:
+    if not layout.is_packed and step.context != step.batch:
         raise CaptureError(
             f"{step.model} reads one token of each sequence a step: {step.context} tokens of "
             f"{step.batch} sequences are no step of it",
             "Use as many tokens as sequences.",
         )
-    if layout.kind == DENSE and not num_dense(model, step):
+    if layout.kind in GATHERED and not num_dense(model, step):
         raise CaptureError(
             f"{step.reserve} positions are too few for {num_rows(step)} sequences",
             f"Use at least {num_rows(step) * PAGE}.",
@@ -353,7 +377,7 @@ class PagedSteps:
 
     def _call(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
         held = {name: state[name] for name in self._layout.pages}
-        is_flat = self._layout.kind == FLAT
+        is_flat = self._layout.is_packed
         rows = slice(None if is_flat else self._step.batch)
         held |= {name: state[BY_ROW + name][rows] for name in self._layout.rows}
         memory = generic.exchanged(self._layout.memory, held)
@@ -440,9 +464,9 @@ def _make_inputs(
     words[used:] = 0
     inputs = {"tokens": words, **lay_out(step, parts, free), **_example_choices(model, step, random)}
     fresh = torch.tensor([length == new for length, new in _padded(parts, step.batch)])
-    if kind != FLAT:
+    if kind not in PACKED:
         inputs["fresh"] = fresh
-    elif has_rows:
+    elif has_rows and kind == FLAT:
         rows = torch.randperm(num_rows(step), generator=random)[: step.batch]
         inputs["rows"] = torch.where(fresh, -1 - rows, rows).int()
     if num := num_adapters(model):

@@ -52,7 +52,8 @@ class PageTables:
     query_starts: torch.Tensor
     one_each: bool
     expected_length: int
-    # Dense: slots of each row, [sequences, positions].
+    # Gathered: positions of each row, negative before its first, and their slots.
+    seen: torch.Tensor | None = None
     by_row: torch.Tensor | None = None
 
 
@@ -92,9 +93,8 @@ class PagedLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         if tables.by_row is None:
             return key_states, value_states
         self.store(key_states, value_states)
-        keys, values = (
-            held.flatten(0, 1)[tables.by_row].transpose(1, 2) for held in (self.keys, self.values)
-        )
+        slots, heads = tables.by_row[:, None], torch.arange(self.keys.shape[2], device=tables.by_row.device)
+        keys, values = (held.flatten(0, 1)[slots, heads[:, None]] for held in (self.keys, self.values))
         return keys, values
 
     def store(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -339,7 +339,11 @@ def exchanged_attention(model: torch.nn.Module, cache: PagedCache, is_dense: boo
     def dense_mask(mask_function: Any, dtype: torch.dtype = torch.float32, **_: Any) -> torch.Tensor:
         tables = cache.paged[0].tables
         assert tables is not None
-        return _dense_mask(tables, mask_function, dtype)
+        assert tables.seen is not None
+        now, there = tables.positions[:, None, None, None], tables.seen[:, None, None]
+        rows = torch.arange(len(now), device=now.device)[:, None, None, None]
+        seen = mask_function(rows, torch.zeros_like(rows[:1]), now, there)
+        return additive(~(seen & (there >= 0)), dtype)
 
     make_mask = dense_mask if is_dense else PageMask
     with ExitStack() as stack:
@@ -360,16 +364,3 @@ def chunk_of(config: Any) -> int:
 def is_indexer(module: torch.nn.Module) -> bool:
     """An indexer selects the keys of sparse attention."""
     return type(module).__name__.endswith("Indexer") and hasattr(module, "index_topk")
-
-
-def _dense_mask(tables: PageTables, rule: Any, dtype: torch.dtype) -> torch.Tensor:
-    assert tables.by_row is not None
-    now = tables.positions[:, None, None, None]
-    there = now - places_ago(tables.by_row.shape[1], now.device)
-    rows = torch.arange(len(now), device=now.device)[:, None, None, None]
-    seen = rule(rows, torch.zeros_like(rows[:1]), now, there)
-    return additive(~(seen & (there >= 0)), dtype)
-
-
-def places_ago(num: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(num - 1, -1, -1, device=device)

@@ -35,7 +35,6 @@ HEADERS: dict[int | str | None, dict[str, str]] = {
     TINY_CHUNKS: CLOSE,
     401: {"WWW-Authenticate": "Bearer"},
     408: CLOSE,
-    413: CLOSE,
     429: {"Retry-After": "1"},
     503: {"Retry-After": "1"},
 }
