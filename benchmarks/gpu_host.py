@@ -12,8 +12,8 @@ Parts, each in a process of its own, on the same random bf16 weights in number a
   accelerate  Hugging Face `generate` with accelerate's offload (`dispatch_model`) at the same cap
   fetch       `generate` with the layers that do not fit in pinned memory; each is copied to the GPU while the
               layer before it computes ("fetch all that does not fit")
-  copies      how long a small value from the host takes beside fetched weights, by the size of their pieces,
-              and how fast the CPU reads weights meanwhile
+  copies      weights fetched by the copy engine in pieces, or by a kernel: their rate, how long a value from
+              the host takes beside them, and how fast the CPU reads its weights meanwhile
 `tokens/s` of the service: answer tokens of as many clients, each asking again at once, in the time in which
 all of them are past their first answer, which is shorter for some: as a plan expects it, prompts included.
 Tokens are drawn: greedy ones repeat themselves, and so do their experts. Baselines: tokens after the first,
@@ -31,7 +31,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,8 @@ from benchmarks.gpu_common import Log, about
 
 PARTS = ("own", "accelerate", "fetch")
 PIECES = (1 << 20, 4 << 20, 16 << 20)
+WEIGHT_BYTES, FETCHES = 176 << 20, 24
+VALUE_BYTES, LINKS_OF_CHAIN = 16 << 10, 60
 # Memory that a cap leaves free for activations and the cache of `fetch`.
 SPARE = 2e9
 PROMPT = 32
@@ -258,62 +259,112 @@ def fetch(args: argparse.Namespace, log: Log) -> None:
     generated(model, args, log, "fetch")
 
 
-def copies(args: argparse.Namespace, log: Log) -> None:
-    """Small copies and products beside a stream of large copies."""
+def graph_of(issue: Any) -> Any:
+    import torch
+
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=stream):
+        issue(stream)
+    return graph
+
+
+def timed(graph: Any, stream: Any) -> tuple[float, float]:
+    """Milliseconds of the card, and of the host's launch."""
+    import torch
+
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.stream(stream):
+        first.record()
+        began_s = time.perf_counter()
+        graph.replay()
+        host_ms = 1e3 * (time.perf_counter() - began_s)
+        last.record()
+    last.synchronize()
+    return first.elapsed_time(last), host_ms
+
+
+def beside(work: Any) -> tuple[Any, float]:
+    """Its result, and GB/s of weights that the CPU reads meanwhile."""
     import os
     import threading
 
     import torch
 
+    torch.set_num_threads(len(os.sched_getaffinity(0)) - 1)
+    weights = [torch.full((5760, 2880), 0.01, dtype=torch.bfloat16) for _ in range(80)]
+    stop, found = threading.Event(), list[float]()
+
+    def products() -> None:
+        x, num, began_s = torch.ones(8, 2880, dtype=torch.bfloat16), 0, time.perf_counter()
+        while not stop.is_set():
+            torch.nn.functional.linear(x, weights[num % len(weights)])
+            num += 1
+        found.append(num * weights[0].nbytes / (time.perf_counter() - began_s) / 1e9)
+
+    thread = threading.Thread(target=products)
+    thread.start()
+    time.sleep(0.05)
+    result = work()
+    stop.set()
+    thread.join()
+    return result, round(found[0], 1)
+
+
+def copies(args: argparse.Namespace, log: Log) -> None:
+    """Weights fetched in one graph, by kind; beside them a chain of values, and products of the CPU."""
+    import torch
+
     from tessera.execute import driver
 
-    torch.set_num_threads(len(os.sched_getaffinity(0)) - 1)
-    source, place = torch.zeros(1 << 30, dtype=torch.uint8).pin_memory(), torch.zeros(1 << 30).byte().cuda()
-    value, landing = torch.zeros(1 << 20).byte().pin_memory(), torch.zeros(1 << 20).byte().cuda()
-    weights = [torch.full((5760, 2880), 0.01, dtype=torch.bfloat16) for _ in range(200)]
+    sources, places = (driver.pinned((8, WEIGHT_BYTES)), torch.zeros(3, WEIGHT_BYTES).byte().cuda())
+    value, landing = driver.pinned((1 << 20,)), torch.zeros(1 << 20).byte().cuda()
     large, small = torch.cuda.Stream(), torch.cuda.Stream()
+    kernel = driver.fetch_kernel(0)
 
-    def fetch_all(piece: int) -> None:
-        for at in itertools.chain.from_iterable(itertools.repeat(range(0, 1 << 30, piece), 6)):
-            driver.copy(large.cuda_stream, place.data_ptr() + at, source.data_ptr() + at, piece)
-
-    def copied_us(num_bytes: int) -> list[float]:
-        found = []
-        for _ in range(40):
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record(small)
-            driver.copy(small.cuda_stream, landing.data_ptr(), value.data_ptr(), num_bytes)
-            last.record(small)
-            last.synchronize()
-            found.append(first.elapsed_time(last) * 1e3)
-            time.sleep(2e-4)
-        return [round(statistics.median(found)), round(max(found))]
-
-    def read_gbps(rows: int) -> float:
-        x, start = torch.ones(rows, 2880, dtype=torch.bfloat16), time.perf_counter()
-        for weight in weights:
-            torch.nn.functional.linear(x, weight)
-        return round(sum(w.nbytes for w in weights) / (time.perf_counter() - start) / 1e9, 1)
-
-    def beside(piece: int, work: Any) -> Any:
-        thread = threading.Thread(target=fetch_all, args=(piece,))
-        thread.start()
-        time.sleep(0.01)
-        found = work()
-        thread.join()
-        large.synchronize()
-        return found
-
-    for num_bytes in (8 << 10, 128 << 10, 1 << 20):
-        copied_us(num_bytes)
-        times = {f"beside pieces of {p >> 20} MB": beside(p, partial(copied_us, num_bytes)) for p in PIECES}
-        log.put(
-            f"us of a copy of {num_bytes} bytes, median and most", {"alone": copied_us(num_bytes)} | times
+    def fetched(each: Any) -> Any:
+        return graph_of(
+            lambda stream: [
+                each(stream, places[n % 3].data_ptr(), sources[n % 8].data_ptr()) for n in range(FETCHES)
+            ]
         )
-    for rows in (1, 8, 16):
-        read_gbps(rows)
-        found = {"alone": read_gbps(rows), "beside": beside(PIECES[0], partial(read_gbps, rows))}
-        log.put(f"GB/s of weights that the CPU reads at {rows} rows", found)
+
+    def pieces(size: int) -> Any:
+        def each(stream: Any, place: int, source: int) -> None:
+            for at in range(0, WEIGHT_BYTES, size):
+                driver.copy(stream.cuda_stream, place + at, source + at, min(size, WEIGHT_BYTES - at))
+
+        return fetched(each)
+
+    def programs(num: int) -> Any:
+        return fetched(lambda stream, place, source: kernel((num, 1, 1), [source, place, WEIGHT_BYTES]))
+
+    def chain(stream: Any) -> None:
+        for _ in range(LINKS_OF_CHAIN):
+            driver.copy(stream.cuda_stream, landing.data_ptr(), value.data_ptr(), VALUE_BYTES)
+            landing[:1024].add_(1)
+            driver.copy(stream.cuda_stream, value.data_ptr() + (1 << 19), landing.data_ptr(), VALUE_BYTES)
+            torch.cuda._sleep(200_000)
+
+    values = graph_of(chain)
+    timed(values, small)
+    link_us = timed(values, small)[0] * 1e3 / LINKS_OF_CHAIN
+    log.put("alone", {"us of a value": round(link_us), "GB/s of the CPU": beside(lambda: time.sleep(0.5))[1]})
+    kinds = {f"pieces of {size >> 20} MB": pieces(size) for size in PIECES}
+    kinds |= {f"kernel of {num} programs": programs(num) for num in (8, 16, 32)}
+    for name, graph in kinds.items():
+        timed(graph, large)
+        ms, host_ms = timed(graph, large)
+        (busy_ms, _), read = beside(lambda graph=graph: timed(graph, large))
+        with torch.cuda.stream(large):
+            graph.replay()
+        link_us = timed(values, small)[0] * 1e3 / LINKS_OF_CHAIN
+        torch.cuda.synchronize()
+        rate = [round(FETCHES * WEIGHT_BYTES / each / 1e6, 1) for each in (ms, busy_ms)]
+        log.put(
+            name,
+            {"GB/s": rate[0], "GB/s beside the CPU": rate[1], "GB/s of the CPU": read,
+             "host ms": round(host_ms, 2), "us of a value": round(link_us)},
+        )  # fmt: skip
 
 
 def size_of(text: str) -> int:
