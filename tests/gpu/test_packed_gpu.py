@@ -20,7 +20,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 BLOCKS = {
-    "int4": (1, 64), "int8": (1, 4096), "fp8": (128, 128), "int4_tiled": (1, 128), "mxfp4_tiled": (1, 32),
+    "int4": (1, 64), "int8": (1, 4096), "fp8": (128, 64), "int4_tiled": (1, 128), "fp8_tiled": (128, 128),
+    "mxfp4_tiled": (1, 32),
 }  # fmt: skip
 
 
@@ -28,10 +29,13 @@ def make_weight(form: str, experts: int, outputs: int, columns: int) -> tuple[An
     """Codes, scales and zeros on the GPU."""
     rows, width = BLOCKS[form]
     width = min(width, columns)
-    codes = torch.randint(0, 256, (experts, outputs, columns * BITS[form] // 8), dtype=torch.uint8).cuda()
+    codes = torch.randint(
+        0, 256, (experts, outputs, columns * BITS[PLAIN.get(form, form)] // 8), dtype=torch.uint8
+    )
+    codes = codes.cuda()
     if form == "int8":
         codes = codes.view(torch.int8)
-    if form == "fp8":
+    if form.startswith("fp8"):
         codes = torch.where(codes % 128 == 127, 1, codes).to(torch.uint8).view(torch.float8_e4m3fn)
     blocks = (experts, -(-outputs // rows), columns // width)
     scales = torch.rand(blocks).mul(0.01).bfloat16().cuda()
@@ -43,7 +47,7 @@ def make_weight(form: str, experts: int, outputs: int, columns: int) -> tuple[An
     return codes, scales, zeros, (rows, width)
 
 
-@pytest.mark.parametrize("rows", [1, 8, 17, 64, 300])
+@pytest.mark.parametrize("rows", [1, 8, 17, 64, 300, 700])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", BLOCKS)
 def test_a_product(form: str, dtype: torch.dtype, rows: int) -> None:
@@ -60,7 +64,7 @@ def test_a_product(form: str, dtype: torch.dtype, rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [4, 64, 2000])
-@pytest.mark.parametrize("form", ["mxfp4_tiled", "fp8"])
+@pytest.mark.parametrize("form", ["mxfp4_tiled", "fp8", "fp8_tiled"])
 def test_experts(form: str, rows: int) -> None:
     """Rows of 8 experts, one of which has none."""
     codes, scales, zeros, block = make_weight(form, 8, 640, 512)

@@ -22,10 +22,10 @@ import triton.language as tl
 from torch.nn.functional import linear
 
 from tessera.kernels.grouped import rotated
-from tessera.kernels.packing import BITS, MIDDLE, PLAIN, dequantise, num_columns
+from tessera.kernels.packing import GROUP, MIDDLE, PLAIN, dequantise, num_columns
 
-# Rows, of each expert, from which a weight is written out.
-MANY_ROWS, MANY_EACH, MAX_EXPERTS_BYTES = 256, 128, 2 << 30
+# Rows from which a weight is written out: not tiled, tiled, and of each expert.
+MANY_ROWS, MANY_TILED, MANY_EACH, MAX_EXPERTS_BYTES = 256, 640, 128, 2 << 30
 MAX_DEPTH, MIN_DEPTH = 128, 32
 # Programs that keep a large card's memory busy, and the least iterations of one.
 _BUSY, _LEAST = 200, 4
@@ -35,6 +35,7 @@ _MAX_SPLITS = 8
 # Bytes per output, row and split.
 _JOINED = 8
 _COLUMNS, _WARPS, _STAGES = 128, 4, 4
+_ITEM = {"int4": torch.uint8, "int8": torch.int8, "fp8": torch.uint8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +50,14 @@ class ProductTile:
 def tile_for(rows: int, experts: int, outputs: int, iterations: int, line: int, tiled: bool) -> ProductTile:
     """`line`: bytes of an output's codes."""
     each = rows if experts == 1 else -(-2 * rows // experts)
-    tile_rows = min(max(16, triton.next_power_of_2(each)), 64)
-    programs = -(-outputs // _COLUMNS) * min(experts, rows)
+    tile_rows = min(max(16, triton.next_power_of_2(each)), 128 if tiled else 64)
+    programs = -(-outputs // _COLUMNS) * (-(-rows // tile_rows) if experts == 1 else min(experts, rows))
     few = _BUSY_FEW if tile_rows == 16 else _BUSY_MORE
     busy, joined = (few, _JOINED) if tiled else (_BUSY, 2 * _JOINED)
     splits, most = 1, min(_MAX_SPLITS, line // (joined * rows))
     while 2 * splits <= most and splits * programs < busy and iterations >= 2 * splits * _LEAST:
         splits *= 2
-    return ProductTile(tile_rows, _COLUMNS, splits)
+    return ProductTile(tile_rows, _COLUMNS, splits, *((8, 3) if tile_rows == 128 else (_WARPS, _STAGES)))
 
 
 def depth_of(columns: int, group: int) -> int:
@@ -98,7 +99,8 @@ def multiply(
     rows, columns = x.shape
     experts, outputs = codes.shape[:2]
     depth = MAX_DEPTH if weight_format in PLAIN else depth_of(columns, block[1])
-    if offsets is None and (rows >= MANY_ROWS or not depth):
+    many = MANY_TILED if weight_format in PLAIN else MANY_ROWS
+    if offsets is None and (rows >= many or not depth):
         return linear(x, unpack(codes, scales, zeros, weight_format, block, x.dtype)[0], bias)
     is_small = x.dtype is torch.bfloat16 and 2 * experts * outputs * columns <= MAX_EXPERTS_BYTES
     if not depth or (offsets is not None and is_small and rows >= MANY_EACH * experts):
@@ -111,7 +113,8 @@ def multiply(
     is_tiled, line = weight_format in PLAIN, codes.shape[2] * codes.itemsize
     tile = tile or tile_for(rows, experts, outputs, -(-columns // depth), line, is_tiled)
     parts = x.new_empty(tile.splits, rows, outputs, dtype=torch.float32) if tile.splits > 1 else None
-    grid, options = (-(-outputs // tile.columns), experts, tile.splits), {
+    groups = -(-rows // tile.rows) if offsets is None else experts
+    grid, options = (-(-outputs // tile.columns), groups, tile.splits), {
         "ROWS": tile.rows, "COLUMNS": tile.columns, "SPLITS": tile.splits, "num_warps": tile.warps,
         "num_stages": tile.stages,
     }  # fmt: skip
@@ -122,10 +125,9 @@ def multiply(
             FORMAT=PLAIN[weight_format], IS_BRAIN=is_brain, **options,
         )  # fmt: skip
     else:
-        each, items = _items(codes, weight_format, depth)
         packed_product[grid](
-            x, items, scales, zeros, bias, offsets, out, parts, rows,
-            **_sizes(outputs, columns, scales, weight_format, block), EACH=each, DEPTH=depth, **options,
+            x, codes.view(_ITEM[weight_format]), scales, zeros, bias, offsets, out, parts, rows,
+            **_sizes(outputs, columns, scales, weight_format, block), DEPTH=depth, **options,
         )  # fmt: skip
     if parts is not None:
         packed_join[-(-outputs // 256), rows](parts, bias, out, rows, N=outputs, SPLITS=tile.splits, SIZE=256)
@@ -141,22 +143,15 @@ def unpack(
         return dequantise(codes, scales, zeros, None, weight_format, block, dtype)
     out = torch.empty(experts, outputs, columns, dtype=dtype, device=codes.device)
     if weight_format in PLAIN:
-        grid = -(-outputs // 32), codes.shape[2] // 16, experts
+        grid = -(-outputs // 32), -(-columns // GROUP), experts
         tiled_unpack[grid](codes, scales, out, N=outputs, K=columns, FORMAT=PLAIN[weight_format])
         return out
     depth = min(columns & -columns, depth_of(columns, block[1]))
     packed_unpack[-(-outputs // 32), columns // depth, experts](
-        _items(codes, weight_format, 0)[1], scales, zeros, out, DEPTH=depth, COLUMNS=32,
+        codes.view(_ITEM[weight_format]), scales, zeros, out, DEPTH=depth, COLUMNS=32,
         **_sizes(outputs, columns, scales, weight_format, block),
     )  # fmt: skip
     return out
-
-
-def _items(codes: torch.Tensor, weight_format: str, depth: int) -> tuple[int, torch.Tensor]:
-    """Codes per item, and items: bytes, or 16-bit words of 8-bit floats."""
-    if weight_format == "fp8" and depth >= MIN_DEPTH and codes.shape[-1] % 2 == 0:
-        return 2, codes.view(torch.int16)
-    return 8 // BITS[weight_format], codes.view(torch.uint8) if weight_format == "fp8" else codes
 
 
 def _sizes(
@@ -169,19 +164,32 @@ def _sizes(
     }  # fmt: skip
 
 
+@triton.jit
+def _rows_of(offsets, rows, ROWS: tl.constexpr):
+    """A program's weight, and its rows: those of an expert, or a tile."""
+    weight = tl.program_id(1)
+    begin = weight * ROWS
+    end = tl.minimum(begin + ROWS, rows)
+    if offsets is None:
+        weight = weight * 0
+    else:
+        begin = begin * 0
+        end = tl.load(offsets + weight)
+        if weight > 0:
+            begin = tl.load(offsets + weight - 1)
+    return weight, begin, end
+
+
 @triton.jit(do_not_specialize=["rows"])
 def packed_product(
     x, codes, scales, zeros, bias, offsets, out, parts, rows, N: tl.constexpr, K: tl.constexpr,
     FORMAT: tl.constexpr, NIBBLES: tl.constexpr, MIDDLE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, EACH: tl.constexpr,
-    DEPTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_K: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    expert, split = tl.program_id(1), tl.program_id(2)
-    begin, end = 0, rows
-    if offsets is not None:
-        end = tl.load(offsets + expert)
-        if expert > 0:
-            begin = tl.load(offsets + expert - 1)
+    EACH: tl.constexpr = 2 if NIBBLES else 1
+    expert, begin, end = _rows_of(offsets, rows, ROWS)
+    split = tl.program_id(2)
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_output = n < N
     LINE: tl.constexpr = K // EACH
@@ -208,7 +216,7 @@ def packed_product(
             code = tl.load(codes + place[None, :], mask=mask, other=0)
             less = None if zeros is None else zero
             part = tl.zeros([COLUMNS, ROWS], tl.float32)
-            part = _product(given, code, less, part, EACH, FORMAT, NIBBLES, MIDDLE)
+            part = _product(given, code, less, part, FORMAT, NIBBLES, MIDDLE)
             total += part * scale.to(tl.float32)[:, None]
             scale, zero = next_scale, next_zero
         _store(out, parts, bias, tl.trans(total), m, n, split * rows + m, is_row, is_output, N, SPLITS)
@@ -227,47 +235,18 @@ def _store(out, parts, bias, total, m, n, part_row, is_row, is_output, N: tl.con
 
 
 @triton.jit
-def _product(
-    given, code, less, part, EACH: tl.constexpr, FORMAT: tl.constexpr, NIBBLES: tl.constexpr,
-    MIDDLE: tl.constexpr,
-):  # fmt: skip
+def _product(given, code, less, part, FORMAT: tl.constexpr, NIBBLES: tl.constexpr, MIDDLE: tl.constexpr):
     """Adds inputs times codes, without scales."""
-    if EACH == 1:
+    if NIBBLES:
+        x0, x1 = tl.split(tl.reshape(given, [given.shape[0], given.shape[1] // 2, 2]))
+        low = _numbers(code & 15, less, given.dtype, FORMAT, MIDDLE)
+        high = _numbers(code >> 4, less, given.dtype, FORMAT, MIDDLE)
+        part = tl.dot(low, tl.trans(x0), part, input_precision="ieee")
+        part = tl.dot(high, tl.trans(x1), part, input_precision="ieee")
+    else:
         weight = _numbers(code, less, given.dtype, FORMAT, MIDDLE)
         part = tl.dot(weight, tl.trans(given), part, input_precision="ieee")
-    else:
-        x0, x1 = tl.split(tl.reshape(given, [given.shape[0], given.shape[1] // 2, 2]))
-        if NIBBLES:
-            low = _numbers(code & 15, less, given.dtype, FORMAT, MIDDLE)
-            high = _numbers(code >> 4, less, given.dtype, FORMAT, MIDDLE)
-            part = tl.dot(low, tl.trans(x0), part, input_precision="ieee")
-            part = tl.dot(high, tl.trans(x1), part, input_precision="ieee")
-        else:
-            part = _multiplied(x0, code, part, 0)
-            part = _multiplied(x1, code, part, 1)
     return part
-
-
-@triton.jit
-def _multiplied(x, word, total, J: tl.constexpr):
-    """Byte J, an 8-bit float, of every 16-bit word."""
-    SHORT: tl.constexpr = tl.float16 if x.dtype == tl.float16 else tl.bfloat16
-    CODE: tl.constexpr = _two_codes(J, SHORT == tl.bfloat16)
-    bits = tl.inline_asm_elementwise(CODE, "=r,r", [word], tl.int16, is_pure=True, pack=2)
-    return tl.dot(bits.to(SHORT, bitcast=True).to(x.dtype), tl.trans(x), total, input_precision="ieee")
-
-
-@triton.constexpr_function
-def _two_codes(place, is_brain):
-    """PTX from two words ($1) to the floats of one byte of each ($0)."""
-    up, keep, more = (7, "0x3F803F80", "0x5C005C00") if not is_brain else (4, "0x07F007F0", "0x7B807B80")
-    up -= 8 * place
-    move = f"shl.b32 t, $1, {up}" if up >= 0 else f"shr.u32 t, $1, {-up}"
-    body = f"{move}; and.b32 t, t, {keep}; shl.b32 s, $1, {8 - 8 * place};"
-    # Minus zero: a product keeps its sign.
-    body += f" lop3.b32 t, s, 0x80008000, t, 0xEA; mov.b32 s, 0x80008000; mov.b32 f, {more};"
-    body += f" fma.rn.{'bf' if is_brain else 'f'}16x2 $0, t, f, s;"
-    return f"{{ .reg .b32 f, s, t; {body} }}"
 
 
 @triton.jit
@@ -334,7 +313,9 @@ def packed_unpack(
 
 @triton.constexpr_function
 def _tile_code(form, is_brain):
-    """PTX from a word ($4) and its output's scales ($5) to numbers of codes p ($0 to $3), two each."""
+    """PTX from a word ($4) and its output's scales ($5) to numbers of codes p ($0 to $3), two each; of fp8
+    from a word ($2).
+    """
     if form == "int4":
         words = "0x64006400 0x3C003C00 0xE400E400", "0x43004300 0x3F803F80 0xC300C300"
         magic, one, less = words[is_brain].split()
@@ -344,6 +325,15 @@ def _tile_code(form, is_brain):
             code += f"fma.rn.{'bf' if is_brain else 'f'}16x2 ${p}, t, f, z; "
         return f"{{ .reg .b32 f, t, z; {code} }}"
     code = "mov.b32 z, 0x80008000; "  # minus zero: a product keeps its sign
+    if form == "fp8":
+        up, keep, more = (4, "0x07F007F0", "0x7B807B80") if is_brain else (7, "0x3F803F80", "0x5C005C00")
+        code += f"mov.b32 f, {more}; "
+        for p in range(2):
+            move = f"shl.b32 t, $2, {up}" if not p else f"shr.u32 t, $2, {8 - up}"
+            code += f"{move}; and.b32 t, t, {keep}; shl.b32 s, $2, {8 - 8 * p}; "
+            code += "lop3.b32 t, s, 0x80008000, t, 0xEA; "
+            code += f"fma.rn.{'bf' if is_brain else 'f'}16x2 ${p}, t, f, z; "
+        return f"{{ .reg .b32 f, s, t, z; {code} }}"
     for p in range(4):
         code += f"prmt.b32 f, $5, 0, 0x4{p}4{p}; shl.b32 f, f, 7; "
         if p < 3:
@@ -365,20 +355,32 @@ def _halves(pair, IS_BRAIN: tl.constexpr):
 
 
 @triton.jit
+def _float(scale, FORMAT: tl.constexpr):
+    return (scale & -16 if FORMAT == "int4" else scale).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _tiled_numbers(words, scales, FORMAT: tl.constexpr, IS_BRAIN: tl.constexpr):
-    """Words [C, 16] and scales [C] -> numbers [C, 128]; int4 without scales."""
+    """Words [C, W] and scales [C] -> numbers [C, 128]; without scales but for MXFP4."""
     C: tl.constexpr = words.shape[0]
     CODE: tl.constexpr = _tile_code(FORMAT, IS_BRAIN)
-    KINDS: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
-    # Word 8 i + 4 j + t has inputs 16 i + 8 j + 2 t + 32 p: thread t of four has them in a product.
-    words = tl.reshape(tl.permute(tl.reshape(words, [C, 4, 4]), (0, 2, 1)), [C, 16])
-    scales = tl.broadcast_to(scales[:, None], [C, 16])
-    a0, a1, a2, a3 = tl.inline_asm_elementwise(
-        CODE, "=r,=r,=r,=r,r,r", [words, scales], KINDS, is_pure=True, pack=1
-    )
-    even = tl.join(_halves(a0, IS_BRAIN), _halves(a2, IS_BRAIN))
-    pairs = tl.join(even, tl.join(_halves(a1, IS_BRAIN), _halves(a3, IS_BRAIN)))
-    pairs = tl.permute(tl.reshape(pairs, [C, 4, 2, 2, 2, 2, 2]), (0, 5, 6, 2, 3, 1, 4))
+    # Word 8 i + 4 j + t has inputs 16 i + 8 j + 2 t + 2 W p: thread t of four has them in a product.
+    W: tl.constexpr = words.shape[1]
+    words = tl.reshape(tl.permute(tl.reshape(words, [C, W // 4, 4]), (0, 2, 1)), [C, W])
+    if FORMAT == "fp8":
+        PAIR: tl.constexpr = (tl.int32, tl.int32)
+        a0, a1 = tl.inline_asm_elementwise(CODE, "=r,=r,r", [words], PAIR, is_pure=True, pack=1)
+        pairs = tl.join(_halves(a0, IS_BRAIN), _halves(a1, IS_BRAIN))
+        pairs = tl.permute(tl.reshape(pairs, [C, 4, 4, 2, 2, 2]), (0, 5, 2, 3, 1, 4))
+    else:
+        KINDS: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
+        scales = tl.broadcast_to(scales[:, None], [C, W])
+        a0, a1, a2, a3 = tl.inline_asm_elementwise(
+            CODE, "=r,=r,=r,=r,r,r", [words, scales], KINDS, is_pure=True, pack=1
+        )
+        even = tl.join(_halves(a0, IS_BRAIN), _halves(a2, IS_BRAIN))
+        pairs = tl.join(even, tl.join(_halves(a1, IS_BRAIN), _halves(a3, IS_BRAIN)))
+        pairs = tl.permute(tl.reshape(pairs, [C, 4, 2, 2, 2, 2, 2]), (0, 5, 6, 2, 3, 1, 4))
     return tl.reshape(pairs, [C, 128])
 
 
@@ -388,19 +390,16 @@ def tiled_product(
     FORMAT: tl.constexpr, IS_BRAIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
-    expert, split = tl.program_id(1), tl.program_id(2)
-    begin, end = 0, rows
-    if offsets is not None:
-        end = tl.load(offsets + expert)
-        if expert > 0:
-            begin = tl.load(offsets + expert - 1)
+    expert, begin, end = _rows_of(offsets, rows, ROWS)
+    split = tl.program_id(2)
+    WORDS: tl.constexpr = 32 if FORMAT == "fp8" else 16
     BLOCKS: tl.constexpr = (K + 127) // 128
     SHARE: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
     WIDE: tl.constexpr = x.dtype.element_ty != (tl.bfloat16 if IS_BRAIN else tl.float16)
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     near = n if N % COLUMNS == 0 else tl.minimum(n, N - 1)
-    codes += expert.to(tl.int64) * (N * BLOCKS * 16)
-    at = (near * (BLOCKS * 16))[:, None] + tl.arange(0, 16)[None, :]
+    codes += expert.to(tl.int64) * (N * BLOCKS * WORDS)
+    at = (near * (BLOCKS * WORDS))[:, None] + tl.arange(0, WORDS)[None, :]
     scales += expert.to(tl.int64) * ((N + 31) // 32 * BLOCKS * 32)
     scale_at = near // 32 * (BLOCKS * 32) + near % 8 * 4 + near // 8 % 4
     for start in range(begin, end, ROWS):
@@ -410,7 +409,7 @@ def tiled_product(
         total = tl.zeros([COLUMNS, ROWS], tl.float32)
         for block in range(split * SHARE, tl.minimum(split * SHARE + SHARE, BLOCKS)):
             scale = tl.load(scales + scale_at + block * 32)
-            word = tl.load(codes + at + block * 16)
+            word = tl.load(codes + at + block * WORDS)
             mask = is_row[:, None]
             if K % 128 != 0:
                 mask = mask & (block * 128 + tl.arange(0, 128) < K)[None, :]
@@ -422,7 +421,7 @@ def tiled_product(
                 total = tl.dot(number, given, total, input_precision="ieee")
             else:
                 part = tl.dot(number, given, input_precision="ieee")
-                total += part * (scale & -16).to(tl.float32, bitcast=True)[:, None]
+                total += part * _float(scale, FORMAT)[:, None]
         if FORMAT == "mxfp4":
             total *= 2.0**63
         _store(out, parts, bias, tl.trans(total), m, n, split * rows + m, is_row, n < N, N, SPLITS)
@@ -430,20 +429,21 @@ def tiled_product(
 
 @triton.jit
 def tiled_unpack(codes, scales, out, N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr):
-    """Numbers of 32 outputs and 64 bytes of codes."""
+    """Numbers of 32 outputs and 128 inputs."""
     pid, block, expert = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    WORDS: tl.constexpr = 32 if FORMAT == "fp8" else 16
     BLOCKS: tl.constexpr = (K + 127) // 128
     row = tl.arange(0, 32)
     n, k = pid * 32 + row, block * 128 + tl.arange(0, 128)
     scales += ((expert.to(tl.int64) * ((N + 31) // 32) + pid) * BLOCKS + block) * 32
     scale = tl.load(scales + row % 8 * 4 + row // 8)
     line = (expert.to(tl.int64) * N + n)[:, None]
-    place = codes + line * (BLOCKS * 16) + block * 16 + tl.arange(0, 16)[None, :]
+    place = codes + line * (BLOCKS * WORDS) + block * WORDS + tl.arange(0, WORDS)[None, :]
     word = tl.load(place, mask=(n < N)[:, None], other=0)
     number = _tiled_numbers(word, scale, FORMAT, True).to(tl.float32)
     if FORMAT == "mxfp4":
         number *= 2.0**63
     else:
-        number *= (scale & -16).to(tl.float32, bitcast=True)[:, None]
+        number *= _float(scale, FORMAT)[:, None]
     mask = (n < N)[:, None] & (k < K)[None, :]
     tl.store(out + line * K + k[None, :], number.to(out.dtype.element_ty), mask=mask)

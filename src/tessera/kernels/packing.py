@@ -13,13 +13,14 @@
 
 A weight is (code - zero) * scale, computed in float32 and rounded once to the type of the product.
 
-Codes of 4 bits whose groups are 128 columns or more, and MXFP4, are tiled in the order in which a GPU's
-threads multiply: format `int4_tiled` or `mxfp4_tiled`, block (32, K).
+Codes of int4 and fp8 whose groups are multiples of 128 columns, and MXFP4, are tiled in the order in which a
+GPU's threads multiply: format `int4_tiled`, `fp8_tiled` or `mxfp4_tiled`, block (32, K).
 
-    codes   [..., N, 16 per 128 columns] words. Word j has columns 32 p + 2 j and the next, in its halves; p
-            is the code of a half, in MXFP4 with bits where bfloat16 has them, after a shift.
-    scales  [..., N / 32, 32 per 128 columns] words: float32 with the zero in its last 4 bits (int4), or four
-            exponents plus 63. Row 8 i + j of 32 is at 4 j + i.
+    codes   [..., N, W per 128 columns] words, W = 32 (fp8) or 16. Word j has columns 2 W p + 2 j and the
+            next, in its halves; p is the code of a half, in MXFP4 with bits where bfloat16 has them, after a
+            shift.
+    scales  [..., N / 32, 32 per 128 columns] words: float32, in int4 with the zero in its last 4 bits, or
+            four exponents plus 63. Row 8 i + j of 32 is at 4 j + i.
 """
 
 from collections.abc import Sequence
@@ -27,15 +28,15 @@ from functools import cache
 
 import torch
 
-TILED = {"int4": "int4_tiled", "mxfp4": "mxfp4_tiled"}
+TILED = {"int4": "int4_tiled", "fp8": "fp8_tiled", "mxfp4": "mxfp4_tiled"}
 PLAIN = {tiled: plain for plain, tiled in TILED.items()}
-BITS = {"int4": 4, "int8": 8, "fp8": 8, "mxfp4": 4, "int4_tiled": 4, "mxfp4_tiled": 4}
+BITS = {"int4": 4, "int8": 8, "fp8": 8, "mxfp4": 4}
 MIDDLE = {"int4": 8}
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 EXPONENT_BIAS = 127
 MXFP4_BLOCK = 32
-# Bytes of a tile's row, rows that share a tile of scales, columns of a group.
-TILE_BYTES, TILE_ROWS, GROUP = 64, 32, 128
+# Rows that share a tile of scales, columns of a tile and of a group.
+TILE_ROWS, GROUP = 32, 128
 # Bits of MXFP4's codes of a half word: sign, exponent, exponent, mantissa.
 PLACES = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 13, 10, 11))
 # Exponents have 63 more, so that products with small floats stay normal.
@@ -58,8 +59,9 @@ def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
 def can_tile(codes: torch.Tensor, scales: torch.Tensor, weight_format: str, block: Sequence[int]) -> bool:
     columns = num_columns(codes, weight_format, block)
     is_exact = block[0] == 1 and scales.dtype in (torch.float16, torch.bfloat16)
-    is_wide = weight_format == "int4" and is_exact and (block[1] % GROUP == 0 or block[1] >= columns)
-    return columns % MXFP4_BLOCK == 0 and (is_wide or weight_format == "mxfp4")
+    is_wide = block[1] % GROUP == 0 or block[1] >= columns
+    is_known = weight_format == "fp8" or (weight_format == "int4" and is_exact)
+    return columns % MXFP4_BLOCK == 0 and ((is_known and is_wide) or weight_format == "mxfp4")
 
 
 def tile(
@@ -67,24 +69,29 @@ def tile(
     block: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     (rows, size), columns = codes.shape[-2:], num_columns(codes, weight_format, block)
-    plain = torch.nn.functional.pad(codes, (0, -size % TILE_BYTES))
-    many = plain.view(-1, rows, plain.shape[-1] // TILE_BYTES, 4, 16)
+    each = GROUP * BITS[weight_format] // 8
+    plain = torch.nn.functional.pad(codes.view(torch.uint8), (0, -size % each))
+    planes = (2, 64) if weight_format == "fp8" else (4, 16)
+    many = plain.view(-1, rows, plain.shape[-1] // each, *planes)
     words = torch.stack([_words(each, weight_format) for each in many]).view(*codes.shape[:-1], -1)
     if weight_format == "mxfp4":
         powers = (scales.clamp(max=MAX_EXPONENT) + MORE).to(torch.uint8)
         info = torch.nn.functional.pad(powers, (0, -powers.shape[-1] % 4)).view(torch.int32)
     else:
         groups = torch.arange(0, columns, GROUP, device=codes.device) // block[1]
-        info = scales[..., groups].float().view(torch.int32)
-        info = info | (MIDDLE["int4"] if zeros is None else zeros[..., groups].int())
+        info = scales.repeat_interleave(block[0], -2)[..., :rows, groups].float().view(torch.int32)
+        if weight_format == "int4":
+            info = info | (MIDDLE["int4"] if zeros is None else zeros[..., groups].int())
     info = torch.nn.functional.pad(info, (0, 0, 0, -rows % TILE_ROWS))
     info = info.unflatten(-2, (-1, 4, 8)).movedim(-1, -3).transpose(-1, -2)
     return words, info.flatten(-3).contiguous()
 
 
 def _words(codes: torch.Tensor, weight_format: str) -> torch.Tensor:
-    """From bytes [..., tiles, 4, 16] of two codes, by operations on bytes, which CPUs have."""
+    """From bytes [..., tiles, 4, 16] of two codes, by operations on bytes, which CPUs have, or [..., 2, 64]."""
     planes, made = codes.movedim(-2, 0).contiguous(), []
+    if weight_format == "fp8":
+        return torch.stack([*planes], -1).flatten(-2).view(torch.int32)
     for a, b, c, d in (planes & 15, planes >> 4):
         if weight_format == "int4":
             made += [a | b << 4, c | d << 4]
@@ -98,7 +105,7 @@ def _untiled(
     codes: torch.Tensor, scales: torch.Tensor, weight_format: str, columns: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Codes (numbers for mxfp4), scales, zeros."""
-    halves = codes.view(torch.int16).unflatten(-1, (-1, 32))
+    halves = codes.view(torch.int16).unflatten(-1, (-1, 64 if weight_format == "fp8" else 32))
     info = scales.unflatten(-1, (-1, 8, 4)).transpose(-1, -2).movedim(-3, -1).flatten(-4, -2)
     info = info[..., : codes.shape[-2], :].contiguous()
     if weight_format == "mxfp4":
@@ -106,6 +113,9 @@ def _untiled(
         plain = fours.view(torch.bfloat16).view(*halves.shape, 4).movedim(-1, -2).flatten(-3)
         powers = info.view(torch.uint8)[..., : columns // MXFP4_BLOCK].float() - (MORE + EXPONENT_BIAS)
         return plain[..., :columns], torch.exp2(powers), None
+    if weight_format == "fp8":
+        codes = halves.view(torch.uint8).unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-3)
+        return codes[..., :columns].contiguous().view(torch.float8_e4m3fn), info.view(torch.float32), None
     plain = torch.stack([halves >> (4 * p) & 15 for p in range(4)], -2).flatten(-3)
     return plain[..., :columns], (info & ~15).view(torch.float32), info & 15
 

@@ -31,7 +31,10 @@ assert flow
 SMALL = ProductTile(16, 16, 1)
 ATOL = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1.5e-1}
 # Format -> rows and columns of a scale's block.
-BLOCKS = {"int4": (1, 64), "int8": (1, 96), "fp8": (16, 32), "int4_tiled": (1, 128), "mxfp4_tiled": (1, 32)}
+BLOCKS = {
+    "int4": (1, 64), "int8": (1, 96), "fp8": (16, 32), "int4_tiled": (1, 128), "fp8_tiled": (16, 128),
+    "mxfp4_tiled": (1, 32),
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -47,11 +50,11 @@ def make_weight(
     """Codes, scales, zeros, format and block."""
     random = torch.Generator().manual_seed(1)
     rows, width = BLOCKS[form]
-    size = (experts, outputs, columns * BITS[form] // 8)
+    size = (experts, outputs, columns * BITS[PLAIN.get(form, form)] // 8)
     codes = torch.randint(0, 256, size, generator=random, dtype=torch.uint8)
     if form == "int8":
         codes = codes.view(torch.int8)
-    if form == "fp8":  # no NaN
+    if form.startswith("fp8"):  # no NaN
         codes = torch.where(codes % 128 == 127, 1, codes).to(torch.uint8).view(torch.float8_e4m3fn)
     blocks = (experts, -(-outputs // rows), -(-columns // width))
     scales = torch.rand(blocks, generator=random).mul(0.01).half()
@@ -91,10 +94,10 @@ def test_a_product_of_a_few_rows(form: str, dtype: torch.dtype) -> None:
     check(make_weight(form), 3, dtype, SMALL)
 
 
-@pytest.mark.parametrize("form", ["int4", "int8", "int4_tiled"])
+@pytest.mark.parametrize("form", ["int4", "int8", "int4_tiled", "fp8_tiled"])
 def test_zeros_splits_and_bias(form: str) -> None:
     """Splits of the inputs are added up, the bias once."""
-    check(make_weight(form, zeros=True), 18, torch.bfloat16, ProductTile(16, 32, 2), has_bias=True)
+    check(make_weight(form, zeros="int" in form), 18, torch.bfloat16, ProductTile(16, 32, 2), has_bias=True)
 
 
 @pytest.mark.parametrize(("form", "splits"), [("mxfp4_tiled", 1), ("mxfp4_tiled", 2), ("int4", 1)])
