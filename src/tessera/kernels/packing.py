@@ -88,7 +88,7 @@ def tile(
 
 
 def _words(codes: torch.Tensor, weight_format: str) -> torch.Tensor:
-    """From bytes [..., tiles, 4, 16] of two codes, by operations on bytes, which CPUs have, or [..., 2, 64]."""
+    """From bytes [..., tiles, 4, 16] of two codes or [..., 2, 64] of one, by operations that CPUs have."""
     planes, made = codes.movedim(-2, 0).contiguous(), []
     if weight_format == "fp8":
         return torch.stack([*planes], -1).flatten(-2).view(torch.int32)
