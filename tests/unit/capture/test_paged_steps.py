@@ -361,6 +361,18 @@ def test_biases_of_positions_are_not_rounded_otherwise(tmp_path: Path) -> None:
     torch.testing.assert_close(workload.run(given, workload.make_state(0))["logits"][0], plain)
 
 
+def test_checks_of_a_distribution_are_no_reads(tmp_path: Path) -> None:
+    """Gemma 3n drops activations below a quantile of a normal distribution, whose arguments torch checks."""
+    sizes = {
+        **BY_NAME["gemma3_text"].sizes,
+        "activation_sparsity_pattern": [0.9, 0.0],
+        "num_kv_shared_layers": 0,
+    }
+    kinds = ["sliding_attention", "full_attention"]
+    sizes |= {"layer_types": kinds, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96}
+    check_answers(folder_step(Model("gemma3n_text", "Gemma3nForCausalLM", sizes), tmp_path, FLAT))
+
+
 def test_positions_that_do_not_begin_at_zero_are_refused(tmp_path: Path) -> None:
     """RoBERTa counts from the number of its padding token: its answers would be others."""
     sizes = {**BY_NAME["roberta"].sizes, "is_decoder": True}

@@ -98,14 +98,15 @@ def layout_of(model: Any) -> StepLayout:
 
 def _find_layout(model: Any) -> StepLayout:
     config = model.config.get_text_config(decoder=True)
+    name = model.config.model_type
     if model.config.is_encoder_decoder or not model.can_generate() or not _cache_name(model):
         raise CaptureError(
-            f"a {config.model_type} is not served by steps: it is no decoder with a cache",
+            f"{name} is not served by steps: it is no decoder with a cache",
             "Serve a causal language model.",
         )
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         raise CaptureError(
-            f"a {model.config.model_type} cannot be served by steps: its prompts attend in both directions",
+            f"{name} cannot be served by steps: its prompts attend in both directions",
             "Serve a causal language model, or this one's --step call by tessera run.",
         )
     _fix_frequencies(model)
@@ -119,7 +120,7 @@ def _find_layout(model: Any) -> StepLayout:
         return replace(layout, reason="" if layout.is_packed else _first_line(errors[0]))
     said = "; ".join(dict.fromkeys(map(_first_line, errors)))
     raise CaptureError(
-        f"a {config.model_type} cannot be served: no way to call it works: {said}",
+        f"{name} cannot be served: no way to call it works: {said}",
         "Serve another model, or run this one's prefill and decode by tessera run.",
     ) from errors[-1]
 
