@@ -24,8 +24,8 @@ from torch.nn.functional import linear
 from tessera.kernels.grouped import rotated
 from tessera.kernels.packing import GROUP, MIDDLE, PLAIN, dequantise, num_columns
 
-# Rows from which a weight is written out: not tiled, tiled, and of each expert.
-MANY_ROWS, MANY_TILED, MANY_EACH, MAX_EXPERTS_BYTES = 256, 640, 128, 2 << 30
+# Rows, of each expert, from which a weight is written out.
+MANY_ROWS, MANY_EACH, MAX_EXPERTS_BYTES = 256, 128, 2 << 30
 MAX_DEPTH, MIN_DEPTH = 128, 32
 # Programs that keep a large card's memory busy, and the least iterations of one.
 _BUSY, _LEAST = 200, 4
@@ -50,14 +50,15 @@ class ProductTile:
 def tile_for(rows: int, experts: int, outputs: int, iterations: int, line: int, tiled: bool) -> ProductTile:
     """`line`: bytes of an output's codes."""
     each = rows if experts == 1 else -(-2 * rows // experts)
-    tile_rows = min(max(16, triton.next_power_of_2(each)), 128 if tiled else 64)
+    tile_rows = min(max(16, triton.next_power_of_2(each)), 64)
     programs = -(-outputs // _COLUMNS) * (-(-rows // tile_rows) if experts == 1 else min(experts, rows))
     few = _BUSY_FEW if tile_rows == 16 else _BUSY_MORE
     busy, joined = (few, _JOINED) if tiled else (_BUSY, 2 * _JOINED)
     splits, most = 1, min(_MAX_SPLITS, line // (joined * rows))
     while 2 * splits <= most and splits * programs < busy and iterations >= 2 * splits * _LEAST:
         splits *= 2
-    return ProductTile(tile_rows, _COLUMNS, splits, *((8, 3) if tile_rows == 128 else (_WARPS, _STAGES)))
+    is_long = tiled and experts == 1 and rows > tile_rows
+    return ProductTile(tile_rows, _COLUMNS, splits, _WARPS * (1 + is_long))
 
 
 def depth_of(columns: int, group: int) -> int:
@@ -99,8 +100,7 @@ def multiply(
     rows, columns = x.shape
     experts, outputs = codes.shape[:2]
     depth = MAX_DEPTH if weight_format in PLAIN else depth_of(columns, block[1])
-    many = MANY_TILED if weight_format in PLAIN else MANY_ROWS
-    if offsets is None and (rows >= many or not depth):
+    if offsets is None and (rows >= MANY_ROWS or not depth):
         return linear(x, unpack(codes, scales, zeros, weight_format, block, x.dtype)[0], bias)
     is_small = x.dtype is torch.bfloat16 and 2 * experts * outputs * columns <= MAX_EXPERTS_BYTES
     if not depth or (offsets is not None and is_small and rows >= MANY_EACH * experts):

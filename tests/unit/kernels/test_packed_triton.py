@@ -100,6 +100,12 @@ def test_zeros_splits_and_bias(form: str) -> None:
     check(make_weight(form, zeros="int" in form), 18, torch.bfloat16, ProductTile(16, 32, 2), has_bias=True)
 
 
+@pytest.mark.parametrize("form", ["int8", "fp8_tiled"])
+def test_tiles_of_rows_are_programs_of_their_own(form: str) -> None:
+    """The last one is not full."""
+    check(make_weight(form), 40, torch.bfloat16, SMALL)
+
+
 @pytest.mark.parametrize(("form", "splits"), [("mxfp4_tiled", 1), ("mxfp4_tiled", 2), ("int4", 1)])
 def test_experts_read_their_own_rows(form: str, splits: int) -> None:
     """Some have none, one has more than a tile."""
@@ -180,13 +186,14 @@ def test_short_groups_and_wide_scales_are_not_tiled() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "experts", "wanted"),
-    [(8, 1, (16, 8)), (64, 1, (64, 2)), (32, 32, (16, 1)), (8192, 32, (64, 1))],
-)
-def test_a_division_follows_from_shapes(rows: int, experts: int, wanted: tuple[int, int]) -> None:
+    [(8, 1, (16, 8, 4)), (64, 1, (64, 2, 4)), (200, 1, (64, 1, 8)), (32, 32, (16, 1, 4)),
+     (8192, 32, (64, 1, 4))],
+)  # fmt: skip
+def test_a_division_follows_from_shapes(rows: int, experts: int, wanted: tuple[int, int, int]) -> None:
     """Few outputs are split along the inputs; experts are programs enough."""
-    tile = tile_for(rows, experts, 4096, 128, 2048, False)
+    tile = tile_for(rows, experts, 4096, 128, 2048, tiled=rows == 200)
 
-    assert wanted == (tile.rows, tile.splits)
+    assert wanted == (tile.rows, tile.splits, tile.warps)
 
 
 # What kernels touch ----------------------------------------------------------------------------------------
