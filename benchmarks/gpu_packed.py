@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for its sibli
 from benchmarks.gpu_http import card
 
 from tessera.kernels.packed_triton import ProductTile, multiply
-from tessera.kernels.packing import BITS, TILED, can_tile, tile
+from tessera.kernels.packing import BITS, can_tile, tile
 
 # Outputs and inputs of a layer of Llama 3 8B.
 LAYER = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
@@ -57,7 +57,8 @@ def make_weight(form: str, experts: int, outputs: int, inputs: int) -> tuple[Any
         scales = torch.full(blocks, 120, dtype=torch.uint8, device="cuda")
     zeros = torch.full(blocks, 7, dtype=torch.int8, device="cuda") if form == "int4" else None
     if can_tile(codes, scales, form, (rows, width)):  # as folders are read
-        return *tile(codes, scales, zeros, form, (rows, width)), None, TILED[form], (32, inputs)
+        codes, scales, stored, block = tile(codes, scales, zeros, form, (rows, width))
+        return codes, scales, None, stored, block
     return codes, scales, zeros, form, (rows, width)
 
 

@@ -20,8 +20,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 BLOCKS = {
-    "int4": (1, 64), "int8": (1, 4096), "fp8": (128, 64), "int4_tiled": (1, 128), "fp8_tiled": (128, 128),
-    "mxfp4_tiled": (1, 32),
+    "int4": (1, 64), "int8": (1, 4096), "fp8": (128, 64), "int4_tiled": (1, 128), "fp8_tiled": (1, 128),
+    "fp8_blocks_tiled": (128, 128), "mxfp4_tiled": (1, 32),
 }  # fmt: skip
 
 
@@ -43,7 +43,9 @@ def make_weight(form: str, experts: int, outputs: int, columns: int) -> tuple[An
         scales = torch.randint(115, 121, blocks, dtype=torch.uint8).cuda()
     zeros = torch.randint(0, 16, blocks, dtype=torch.int8).cuda() if form.startswith("int4") else None
     if form in PLAIN:
-        return *tile(codes, scales, zeros, PLAIN[form], (rows, width)), None, (32, columns)
+        codes, scales, stored, block = tile(codes, scales, zeros, PLAIN[form], (rows, width))
+        assert form == stored
+        return codes, scales, None, block
     return codes, scales, zeros, (rows, width)
 
 
@@ -51,20 +53,24 @@ def make_weight(form: str, experts: int, outputs: int, columns: int) -> tuple[An
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", BLOCKS)
 def test_a_product(form: str, dtype: torch.dtype, rows: int) -> None:
-    """Few rows by the kernel, many by the library."""
-    codes, scales, zeros, block = make_weight(form, 1, 1000, 4096)
+    """Few rows by the kernel, many by the library, of blocks of FP8 with inputs in FP8."""
+    size = 1024 if form == "fp8_blocks_tiled" else 1000
+    codes, scales, zeros, block = make_weight(form, 1, size, 4096)
     first = None if zeros is None else zeros[0]
-    x, bias = torch.randn(rows, 4096, device="cuda").to(dtype), torch.randn(1000, device="cuda").to(dtype)
+    x, bias = torch.randn(rows, 4096, device="cuda").to(dtype), torch.randn(size, device="cuda").to(dtype)
     given = codes[0], scales[0], first, None
     out = torch.ops.tessera.packed_linear(x, *given, bias, form, block)
     wanted = x.double() @ dequantise(*given, form, block, torch.float64).t() + bias.double()
 
-    assert_close(out.double(), wanted, rtol=0, atol=0.02 * float(wanted.abs().max()))
+    is_rounded = size == 1024 and rows > 64
+    assert_close(
+        out.double(), wanted, rtol=0, atol=(0.05 if is_rounded else 0.02) * float(wanted.abs().max())
+    )
     assert torch.equal(out, torch.ops.tessera.packed_linear(x, *given, bias, form, block))
 
 
 @pytest.mark.parametrize("rows", [4, 64, 2000])
-@pytest.mark.parametrize("form", ["mxfp4_tiled", "fp8", "fp8_tiled"])
+@pytest.mark.parametrize("form", ["mxfp4_tiled", "fp8", "fp8_tiled", "fp8_blocks_tiled"])
 def test_experts(form: str, rows: int) -> None:
     """Rows of 8 experts, one of which has none."""
     codes, scales, zeros, block = make_weight(form, 8, 640, 512)

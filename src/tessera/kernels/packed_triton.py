@@ -3,7 +3,9 @@
   few rows, experts  `tiled_product`: one program per (tile of outputs, expert, split of inputs). Codes become
                      numbers in registers, in the order of a tensor core's operand; scales multiply the sums
                      of a group, in float32. `packed_product` for weights that are not tiled.
-  many rows          `tiled_unpack` or `packed_unpack` writes the weight out, and the library multiplies.
+  many rows          `tiled_unpack` or `packed_unpack` writes the weight out, and the library multiplies. FP8
+                     with blocks of scales on a card whose library multiplies them (Hopper): `float8_rows`
+                     rounds the inputs to FP8, with a scale for 128, as such checkpoints are meant.
 
 Codes become floats by their bits: a small integer is the mantissa of 128 (bfloat16) or 1024 (float16), and a
 small float keeps its exponent and mantissa, multiplied by the difference of the biases. One instruction
@@ -14,6 +16,7 @@ Tiles and splits depend on shapes alone, and there are no atomics: results repea
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,10 +25,12 @@ import triton.language as tl
 from torch.nn.functional import linear
 
 from tessera.kernels.grouped import rotated
-from tessera.kernels.packing import GROUP, MIDDLE, PLAIN, dequantise, num_columns
+from tessera.kernels.packing import BLOCKS, GROUP, MIDDLE, PLAIN, dequantise, num_columns
 
 # Rows, of each expert, from which a weight is written out.
 MANY_ROWS, MANY_EACH, MAX_EXPERTS_BYTES = 256, 128, 2 << 30
+# Rows beyond which inputs are rounded to FP8; rows, and blocks of inputs, are multiples of these.
+MAX_WIDE_ROWS, FLOAT8_ALIGN = 64, 4
 MAX_DEPTH, MIN_DEPTH = 128, 32
 # Programs that keep a large card's memory busy, and the least iterations of one.
 _BUSY, _LEAST = 200, 4
@@ -100,6 +105,9 @@ def multiply(
     rows, columns = x.shape
     experts, outputs = codes.shape[:2]
     depth = MAX_DEPTH if weight_format in PLAIN else depth_of(columns, block[1])
+    is_blocks = weight_format == BLOCKS and columns % (FLOAT8_ALIGN * GROUP) == 0
+    if offsets is None and is_blocks and rows > MAX_WIDE_ROWS and multiplies_blocks(x.device, x.dtype):
+        return _float8_linear(x, codes[0], scales[0], bias)
     if offsets is None and (rows >= MANY_ROWS or not depth):
         return linear(x, unpack(codes, scales, zeros, weight_format, block, x.dtype)[0], bias)
     is_small = x.dtype is torch.bfloat16 and 2 * experts * outputs * columns <= MAX_EXPERTS_BYTES
@@ -121,8 +129,8 @@ def multiply(
     if is_tiled:
         is_brain = x.dtype is not torch.float16 or weight_format == "mxfp4_tiled"
         tiled_product[grid](
-            x, codes, scales, bias, offsets, out, parts, rows, N=outputs, K=columns,
-            FORMAT=PLAIN[weight_format], IS_BRAIN=is_brain, **options,
+            x, codes, scales.view(torch.int32), bias, offsets, out, parts, rows, N=outputs, K=columns,
+            FORMAT=PLAIN[weight_format], IS_BRAIN=is_brain, HAS_BLOCKS=weight_format == BLOCKS, **options,
         )  # fmt: skip
     else:
         packed_product[grid](
@@ -132,6 +140,47 @@ def multiply(
     if parts is not None:
         packed_join[-(-outputs // 256), rows](parts, bias, out, rows, N=outputs, SPLITS=tile.splits, SIZE=256)
     return out
+
+
+@cache
+def multiplies_blocks(device: torch.device, dtype: torch.dtype) -> bool:
+    """Does the library multiply FP8 with blocks of scales?"""
+    if device.type != "cuda" or dtype is not torch.bfloat16 or not hasattr(torch, "_scaled_mm"):
+        return False
+    one = torch.zeros(512, 512, device=device)
+    try:
+        _float8_linear(one[:4].bfloat16(), one[:, :128].contiguous().view(torch.int32), one[:4, :4], None)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _float8_linear(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    (rows, columns), x = x.shape, x.contiguous()
+    padded = -(-rows // FLOAT8_ALIGN) * FLOAT8_ALIGN
+    short = torch.empty(padded, columns, dtype=torch.float8_e4m3fn, device=x.device)
+    each = torch.empty(columns // GROUP, padded, device=x.device)
+    float8_rows[-(-padded // 32), columns // GROUP](x, short, each, rows, padded, K=columns, ROWS=32)
+    weight = codes.view(torch.float8_e4m3fn).t()
+    out = torch._scaled_mm(short, weight, each.t(), scales.contiguous().t(), out_dtype=x.dtype)[:rows]
+    return out if bias is None else out + bias
+
+
+@triton.jit(do_not_specialize=["rows", "padded"])
+def float8_rows(x, out, scales, rows, padded, K: tl.constexpr, ROWS: tl.constexpr):
+    """Inputs in the order of tiled codes, and the scale of 128."""
+    m, block = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    place = tl.arange(0, 128)
+    column = place % 2 * 64 + place // 4 * 2 + place // 2 % 2
+    row = m.to(tl.int64)[:, None] * K + block * 128
+    value = tl.load(x + row + column[None, :], mask=(m < rows)[:, None], other=0.0).to(tl.float32)
+    most = tl.max(tl.abs(value), 1)
+    scale = tl.where(most > 0.0, most / 448.0, 1.0)
+    short = (value / scale[:, None]).to(tl.float8e4nv)
+    tl.store(out + row + place[None, :], short, mask=(m < padded)[:, None])
+    tl.store(scales + block * padded + m, scale, mask=m < padded)
 
 
 def unpack(
@@ -144,7 +193,10 @@ def unpack(
     out = torch.empty(experts, outputs, columns, dtype=dtype, device=codes.device)
     if weight_format in PLAIN:
         grid = -(-outputs // 32), -(-columns // GROUP), experts
-        tiled_unpack[grid](codes, scales, out, N=outputs, K=columns, FORMAT=PLAIN[weight_format])
+        tiled_unpack[grid](
+            codes, scales.view(torch.int32), out, N=outputs, K=columns, FORMAT=PLAIN[weight_format],
+            HAS_BLOCKS=weight_format == BLOCKS,
+        )  # fmt: skip
         return out
     depth = min(columns & -columns, depth_of(columns, block[1]))
     packed_unpack[-(-outputs // 32), columns // depth, experts](
@@ -387,8 +439,8 @@ def _tiled_numbers(words, scales, FORMAT: tl.constexpr, IS_BRAIN: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def tiled_product(
     x, codes, scales, bias, offsets, out, parts, rows, N: tl.constexpr, K: tl.constexpr,
-    FORMAT: tl.constexpr, IS_BRAIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    FORMAT: tl.constexpr, IS_BRAIN: tl.constexpr, HAS_BLOCKS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     expert, begin, end = _rows_of(offsets, rows, ROWS)
     split = tl.program_id(2)
@@ -400,15 +452,19 @@ def tiled_product(
     near = n if N % COLUMNS == 0 else tl.minimum(n, N - 1)
     codes += expert.to(tl.int64) * (N * BLOCKS * WORDS)
     at = (near * (BLOCKS * WORDS))[:, None] + tl.arange(0, WORDS)[None, :]
-    scales += expert.to(tl.int64) * ((N + 31) // 32 * BLOCKS * 32)
-    scale_at = near // 32 * (BLOCKS * 32) + near % 8 * 4 + near // 8 % 4
+    EACH: tl.constexpr = 1 if HAS_BLOCKS else 32
+    GROUP: tl.constexpr = 128 if HAS_BLOCKS else 32
+    scales += expert.to(tl.int64) * ((N + GROUP - 1) // GROUP * BLOCKS * EACH)
+    scale_at = near // GROUP * (BLOCKS * EACH)
+    if not HAS_BLOCKS:
+        scale_at += near % 8 * 4 + near // 8 % 4
     for start in range(begin, end, ROWS):
         m = start + tl.arange(0, ROWS)
         is_row = m < end
         x_at = x + m.to(tl.int64)[:, None] * K + tl.arange(0, 128)[None, :]
         total = tl.zeros([COLUMNS, ROWS], tl.float32)
         for block in range(split * SHARE, tl.minimum(split * SHARE + SHARE, BLOCKS)):
-            scale = tl.load(scales + scale_at + block * 32)
+            scale = tl.load(scales + scale_at + block * EACH)
             word = tl.load(codes + at + block * WORDS)
             mask = is_row[:, None]
             if K % 128 != 0:
@@ -428,15 +484,20 @@ def tiled_product(
 
 
 @triton.jit
-def tiled_unpack(codes, scales, out, N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr):
+def tiled_unpack(
+    codes, scales, out, N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, HAS_BLOCKS: tl.constexpr
+):
     """Numbers of 32 outputs and 128 inputs."""
     pid, block, expert = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     WORDS: tl.constexpr = 32 if FORMAT == "fp8" else 16
     BLOCKS: tl.constexpr = (K + 127) // 128
     row = tl.arange(0, 32)
     n, k = pid * 32 + row, block * 128 + tl.arange(0, 128)
-    scales += ((expert.to(tl.int64) * ((N + 31) // 32) + pid) * BLOCKS + block) * 32
-    scale = tl.load(scales + row % 8 * 4 + row // 8)
+    if HAS_BLOCKS:
+        scale = tl.load(scales + (expert.to(tl.int64) * (N // 128) + n // 128) * BLOCKS + block, mask=n < N)
+    else:
+        scales += ((expert.to(tl.int64) * ((N + 31) // 32) + pid) * BLOCKS + block) * 32
+        scale = tl.load(scales + row % 8 * 4 + row // 8)
     line = (expert.to(tl.int64) * N + n)[:, None]
     place = codes + line * (BLOCKS * WORDS) + block * WORDS + tl.arange(0, WORDS)[None, :]
     word = tl.load(place, mask=(n < N)[:, None], other=0)

@@ -14,7 +14,8 @@
 A weight is (code - zero) * scale, computed in float32 and rounded once to the type of the product.
 
 Codes of int4 and fp8 whose groups are multiples of 128 columns, and MXFP4, are tiled in the order in which a
-GPU's threads multiply: format `int4_tiled`, `fp8_tiled` or `mxfp4_tiled`, block (32, K).
+GPU's threads multiply: format `int4_tiled`, `fp8_tiled` or `mxfp4_tiled`, block (32, K). fp8 with one scale
+for 128 x 128 weights is `fp8_blocks_tiled`, block (128, K), and keeps its scales.
 
     codes   [..., N, W per 128 columns] words, W = 32 (fp8) or 16. Word j has columns 2 W p + 2 j and the
             next, in its halves; p is the code of a half, in MXFP4 with bits where bfloat16 has them, after a
@@ -28,8 +29,8 @@ from functools import cache
 
 import torch
 
-TILED = {"int4": "int4_tiled", "fp8": "fp8_tiled", "mxfp4": "mxfp4_tiled"}
-PLAIN = {tiled: plain for plain, tiled in TILED.items()}
+BLOCKS = "fp8_blocks_tiled"
+PLAIN = {"int4_tiled": "int4", "fp8_tiled": "fp8", BLOCKS: "fp8", "mxfp4_tiled": "mxfp4"}
 BITS = {"int4": 4, "int8": 8, "fp8": 8, "mxfp4": 4}
 MIDDLE = {"int4": 8}
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -67,13 +68,16 @@ def can_tile(codes: torch.Tensor, scales: torch.Tensor, weight_format: str, bloc
 def tile(
     codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, weight_format: str,
     block: Sequence[int],
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor, str, tuple[int, int]]:  # fmt: skip
+    """Codes, scales, format and block."""
     (rows, size), columns = codes.shape[-2:], num_columns(codes, weight_format, block)
     each = GROUP * BITS[weight_format] // 8
     plain = torch.nn.functional.pad(codes.view(torch.uint8), (0, -size % each))
     planes = (2, 64) if weight_format == "fp8" else (4, 16)
     many = plain.view(-1, rows, plain.shape[-1] // each, *planes)
     words = torch.stack([_words(each, weight_format) for each in many]).view(*codes.shape[:-1], -1)
+    if weight_format == "fp8" and tuple(block) == (GROUP, GROUP) and rows % GROUP == columns % GROUP == 0:
+        return words, scales.float(), BLOCKS, (GROUP, columns)
     if weight_format == "mxfp4":
         powers = (scales.clamp(max=MAX_EXPONENT) + MORE).to(torch.uint8)
         info = torch.nn.functional.pad(powers, (0, -powers.shape[-1] % 4)).view(torch.int32)
@@ -84,7 +88,7 @@ def tile(
             info = info | (MIDDLE["int4"] if zeros is None else zeros[..., groups].int())
     info = torch.nn.functional.pad(info, (0, 0, 0, -rows % TILE_ROWS))
     info = info.unflatten(-2, (-1, 4, 8)).movedim(-1, -3).transpose(-1, -2)
-    return words, info.flatten(-3).contiguous()
+    return words, info.flatten(-3).contiguous(), f"{weight_format}_tiled", (TILE_ROWS, columns)
 
 
 def _words(codes: torch.Tensor, weight_format: str) -> torch.Tensor:
@@ -106,6 +110,11 @@ def _untiled(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Codes (numbers for mxfp4), scales, zeros."""
     halves = codes.view(torch.int16).unflatten(-1, (-1, 64 if weight_format == "fp8" else 32))
+    if weight_format == "fp8":
+        codes = halves.view(torch.uint8).unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-3)
+        plain = codes[..., :columns].contiguous().view(torch.float8_e4m3fn)
+        if scales.is_floating_point():
+            return plain, scales, None
     info = scales.unflatten(-1, (-1, 8, 4)).transpose(-1, -2).movedim(-3, -1).flatten(-4, -2)
     info = info[..., : codes.shape[-2], :].contiguous()
     if weight_format == "mxfp4":
@@ -114,8 +123,7 @@ def _untiled(
         powers = info.view(torch.uint8)[..., : columns // MXFP4_BLOCK].float() - (MORE + EXPONENT_BIAS)
         return plain[..., :columns], torch.exp2(powers), None
     if weight_format == "fp8":
-        codes = halves.view(torch.uint8).unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-3)
-        return codes[..., :columns].contiguous().view(torch.float8_e4m3fn), info.view(torch.float32), None
+        return plain, info.view(torch.float32), None
     plain = torch.stack([halves >> (4 * p) & 15 for p in range(4)], -2).flatten(-3)
     return plain[..., :columns], (info & ~15).view(torch.float32), info & 15
 
@@ -137,7 +145,10 @@ def dequantise(
     plain_format = PLAIN.get(weight_format, weight_format)
     if weight_format in PLAIN:
         codes, scales, zeros = _untiled(codes, scales, plain_format, block[1])
-        block = (1, MXFP4_BLOCK if plain_format == "mxfp4" else GROUP)
+        block = (
+            block[0] if weight_format == BLOCKS else 1,
+            MXFP4_BLOCK if plain_format == "mxfp4" else GROUP,
+        )
     elif BITS[weight_format] == 4:
         codes = unpack_nibbles(codes)
     rows, columns = codes.shape[-2:]

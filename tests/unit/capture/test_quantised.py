@@ -104,9 +104,8 @@ def test_quantised_weights_are_not_made_up(tmp_path: Path) -> None:
 def test_idle_experts_are_not_read() -> None:
     """Two rows visit at most two of eight experts: a quarter of codes and scales."""
     plain = torch.zeros(8, 64, 64, dtype=torch.uint8), torch.full((8, 64, 4), 127, dtype=torch.uint8)
-    codes, scales = tile(*plain, None, "mxfp4", (1, 32))
+    codes, scales, *form = tile(*plain, None, "mxfp4", (1, 32))
     x, offsets = torch.ones(2, 128), torch.tensor([1, 1, 1, 2, 2, 2, 2, 2], dtype=torch.int32)
-    form = ("mxfp4_tiled", (32, 128))
 
     trace = tessera.capture(
         lambda x, o: torch.ops.tessera.packed_grouped(x, codes, scales, None, o, *form), x, offsets

@@ -13,7 +13,9 @@ pytest.importorskip("triton", reason="needs triton")
 from packed_factory import E2M1
 from sampling import one_of_each
 from tessera import flow  # hands the interpreter to capture
+from tessera.capture.offline import compiling_for
 from tessera.capture.own import own_launches
+from tessera.kernels import packed_triton
 from tessera.kernels.packed_triton import (
     ProductTile,
     multiply,
@@ -23,7 +25,7 @@ from tessera.kernels.packed_triton import (
     tiled_product,
     unpack,
 )
-from tessera.kernels.packing import BITS, PLAIN, TILED, can_tile, dequantise, tile, unpack_nibbles
+from tessera.kernels.packing import BITS, PLAIN, can_tile, dequantise, num_columns, tile, unpack_nibbles
 from tessera_ptx import analyze
 from triton_ptx import compiled_for
 
@@ -33,7 +35,7 @@ ATOL = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1.5e-1}
 # Format -> rows and columns of a scale's block.
 BLOCKS = {
     "int4": (1, 64), "int8": (1, 96), "fp8": (16, 32), "int4_tiled": (1, 128), "fp8_tiled": (16, 128),
-    "mxfp4_tiled": (1, 32),
+    "fp8_blocks_tiled": (128, 128), "mxfp4_tiled": (1, 32),
 }  # fmt: skip
 
 
@@ -44,12 +46,12 @@ def anywhere() -> Iterator[None]:
         yield
 
 
-def make_weight(
-    form: str, experts: int = 1, outputs: int = 40, columns: int = 192, zeros: bool = False
-) -> Any:
+def make_weight(form: str, experts: int = 1, outputs: int = 0, columns: int = 0, zeros: bool = False) -> Any:
     """Codes, scales, zeros, format and block."""
     random = torch.Generator().manual_seed(1)
     rows, width = BLOCKS[form]
+    is_whole = form == "fp8_blocks_tiled"
+    outputs, columns = outputs or (256 if is_whole else 40), columns or (256 if is_whole else 192)
     size = (experts, outputs, columns * BITS[PLAIN.get(form, form)] // 8)
     codes = torch.randint(0, 256, size, generator=random, dtype=torch.uint8)
     if form == "int8":
@@ -62,7 +64,9 @@ def make_weight(
         scales = torch.randint(118, 124, blocks, generator=random, dtype=torch.uint8)
     least = torch.randint(0, 16, blocks, generator=random, dtype=torch.int8) if zeros else None
     if form in PLAIN:
-        return *tile(codes, scales, least, PLAIN[form], (rows, width)), None, form, (32, columns)
+        codes, scales, stored, block = tile(codes, scales, least, PLAIN[form], (rows, width))
+        assert form == stored
+        return codes, scales, None, stored, block
     return codes, scales, least, form, (rows, width)
 
 
@@ -74,7 +78,8 @@ def numbers(weight: Any, dtype: torch.dtype) -> torch.Tensor:
 def check(weight: Any, rows: int, dtype: torch.dtype, tile: ProductTile, has_bias: bool = False) -> None:
     """The kernel gives the product with the dequantised weight."""
     codes, scales, zeros, form, block = weight
-    x = torch.randn(rows, 192, generator=torch.Generator().manual_seed(2)).to(dtype)
+    size = (rows, num_columns(codes, form, block))
+    x = torch.randn(size, generator=torch.Generator().manual_seed(2)).to(dtype)
     bias = torch.randn(codes.shape[1]).to(dtype) if has_bias else None
     out = multiply(x, codes, scales, zeros, bias, None, form, block, tile)
     wanted = torch.nn.functional.linear(x.float(), numbers(weight, torch.float32)[0])
@@ -104,6 +109,28 @@ def test_zeros_splits_and_bias(form: str) -> None:
 def test_tiles_of_rows_are_programs_of_their_own(form: str) -> None:
     """The last one is not full."""
     check(make_weight(form), 40, torch.bfloat16, SMALL)
+
+
+def test_many_rows_are_rounded_to_fp8_where_the_library_multiplies_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Inputs and codes are in one order; the library is a plain product here."""
+    codes, scales, zeros, form, block = weight = make_weight("fp8_blocks_tiled", columns=512)
+    x = torch.randn(70, 512, generator=torch.Generator().manual_seed(2)).bfloat16()
+
+    def scaled(a: Any, b: Any, a_scales: Any, b_scales: Any, out_dtype: torch.dtype) -> torch.Tensor:
+        assert ((72, 512), (1, 72)) == (a.shape, a_scales.stride())
+        a = a.float() * a_scales.repeat_interleave(128, 1)
+        wide = b_scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return (a @ (b.float() * wide)).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled)
+    monkeypatch.setattr(packed_triton, "multiplies_blocks", lambda device, dtype: True)
+    with compiling_for(90):  # others have no such conversion
+        out = multiply(x, codes, scales, zeros, None, None, form, block)
+    wanted = x.float() @ numbers(weight, torch.float32)[0].t()
+
+    assert 0.001 < float((out - wanted).abs().max() / wanted.abs().max()) < 0.05
 
 
 @pytest.mark.parametrize(("form", "splits"), [("mxfp4_tiled", 1), ("mxfp4_tiled", 2), ("int4", 1)])
@@ -159,10 +186,10 @@ def test_tiles_have_the_numbers_of_integers(width: int, columns: int) -> None:
     scales = torch.rand(2, 40, -(-columns // width)).bfloat16()
     for zeros in (torch.randint(0, 16, scales.shape, dtype=torch.int8), None):
         wanted = dequantise(codes, scales, zeros, None, "int4", (1, width), torch.float32)
-        made = tile(codes, scales, zeros, "int4", (1, width))
+        *made, form, block = tile(codes, scales, zeros, "int4", (1, width))
 
         assert can_tile(codes, scales, "int4", (1, width))
-        assert torch.equal(wanted, dequantise(*made, None, None, TILED["int4"], (32, columns), torch.float32))
+        assert torch.equal(wanted, dequantise(*made, None, None, form, block, torch.float32))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -171,9 +198,9 @@ def test_tiles_have_the_numbers_of_small_floats(dtype: torch.dtype) -> None:
     codes, scales = (torch.randint(0, 128, size, dtype=torch.uint8) for size in ((2, 40, 160), (2, 40, 10)))
     wanted = E2M1[unpack_nibbles(codes + codes % 2 * 128).int()].unflatten(-1, (-1, 32))
     wanted = (wanted * torch.exp2(scales.float() - 127)[..., None]).flatten(-2)
-    made = tile(codes + codes % 2 * 128, scales, None, "mxfp4", (1, 32))
+    *made, form, block = tile(codes + codes % 2 * 128, scales, None, "mxfp4", (1, 32))
 
-    assert torch.equal(wanted.to(dtype), dequantise(*made, None, None, TILED["mxfp4"], (32, 320), dtype))
+    assert torch.equal(wanted.to(dtype), dequantise(*made, None, None, form, block, dtype))
 
 
 def test_short_groups_and_wide_scales_are_not_tiled() -> None:
