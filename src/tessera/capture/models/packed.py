@@ -386,8 +386,8 @@ def _read(
         made = read(weight[...], {key: part[...] for key, part in parts.items()})
     form, block = made.code.format, made.code.block
     if packing.can_tile(made.codes, made.scales, form, block):
-        codes, scales, *tiled = packing.tile(made.codes, made.scales, made.zeros, form, block)
-        made = PackedWeight(Code(*tiled), made.dtype, codes=codes, scales=scales, order=made.order)
+        codes, scales, tiled, block = packing.tile(made.codes, made.scales, made.zeros, form, block)
+        made = PackedWeight(Code(tiled, block), made.dtype, codes=codes, scales=scales, order=made.order)
     exchanged = [*made.shape[:-2], *made.shape[:-3:-1]]
     # Square experts of MXFP4 (gpt-oss) are exchanged too.
     is_sure = list(made.shape) != exchanged or form == "mxfp4"
