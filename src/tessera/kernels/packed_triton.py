@@ -172,14 +172,13 @@ def _float8_linear(
 def float8_rows(x, out, scales, rows, padded, K: tl.constexpr, ROWS: tl.constexpr):
     """Inputs in the order of tiled codes, and the scale of 128."""
     m, block = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
-    place = tl.arange(0, 128)
-    column = place % 2 * 64 + place // 4 * 2 + place // 2 % 2
-    row = m.to(tl.int64)[:, None] * K + block * 128
-    value = tl.load(x + row + column[None, :], mask=(m < rows)[:, None], other=0.0).to(tl.float32)
+    at = m.to(tl.int64)[:, None] * K + block * 128 + tl.arange(0, 128)[None, :]
+    value = tl.load(x + at, mask=(m < rows)[:, None], other=0.0).to(tl.float32)
     most = tl.max(tl.abs(value), 1)
     scale = tl.where(most > 0.0, most / 448.0, 1.0)
-    short = (value / scale[:, None]).to(tl.float8e4nv)
-    tl.store(out + row + place[None, :], short, mask=(m < padded)[:, None])
+    short = tl.reshape((value / scale[:, None]).to(tl.float8e4nv), [ROWS, 2, 32, 2])
+    short = tl.reshape(tl.permute(short, (0, 2, 3, 1)), [ROWS, 128])
+    tl.store(out + at, short, mask=(m < padded)[:, None])
     tl.store(scales + block * padded + m, scale, mask=m < padded)
 
 

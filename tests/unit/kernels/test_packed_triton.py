@@ -122,7 +122,8 @@ def test_many_rows_are_rounded_to_fp8_where_the_library_multiplies_blocks(
         assert ((72, 512), (1, 72)) == (a.shape, a_scales.stride())
         a = a.float() * a_scales.repeat_interleave(128, 1)
         wide = b_scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
-        return (a @ (b.float() * wide)).to(out_dtype)
+        product: torch.Tensor = a @ (b.float() * wide)
+        return product.to(out_dtype)
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled)
     monkeypatch.setattr(packed_triton, "multiplies_blocks", lambda device, dtype: True)
@@ -186,10 +187,10 @@ def test_tiles_have_the_numbers_of_integers(width: int, columns: int) -> None:
     scales = torch.rand(2, 40, -(-columns // width)).bfloat16()
     for zeros in (torch.randint(0, 16, scales.shape, dtype=torch.int8), None):
         wanted = dequantise(codes, scales, zeros, None, "int4", (1, width), torch.float32)
-        *made, form, block = tile(codes, scales, zeros, "int4", (1, width))
+        words, info, form, block = tile(codes, scales, zeros, "int4", (1, width))
 
         assert can_tile(codes, scales, "int4", (1, width))
-        assert torch.equal(wanted, dequantise(*made, None, None, form, block, torch.float32))
+        assert torch.equal(wanted, dequantise(words, info, None, None, form, block, torch.float32))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -198,9 +199,9 @@ def test_tiles_have_the_numbers_of_small_floats(dtype: torch.dtype) -> None:
     codes, scales = (torch.randint(0, 128, size, dtype=torch.uint8) for size in ((2, 40, 160), (2, 40, 10)))
     wanted = E2M1[unpack_nibbles(codes + codes % 2 * 128).int()].unflatten(-1, (-1, 32))
     wanted = (wanted * torch.exp2(scales.float() - 127)[..., None]).flatten(-2)
-    *made, form, block = tile(codes + codes % 2 * 128, scales, None, "mxfp4", (1, 32))
+    words, info, form, block = tile(codes + codes % 2 * 128, scales, None, "mxfp4", (1, 32))
 
-    assert torch.equal(wanted.to(dtype), dequantise(*made, None, None, form, block, dtype))
+    assert torch.equal(wanted.to(dtype), dequantise(words, info, None, None, form, block, dtype))
 
 
 def test_short_groups_and_wide_scales_are_not_tiled() -> None:
