@@ -23,7 +23,7 @@ from tessera import flow, ir
 from tessera.analyze import build_graph
 from tessera.capture import build, outlines, place_of, record_sizes
 from tessera.capture.divide import divide, division_for, experts_of
-from tessera.capture.models import another, steps_of_model
+from tessera.capture.models import another, check_positions, steps_of_model
 from tessera.errors import MismatchError, TesseraError
 from tessera.ir.graph import StepFamily
 from tessera.kernels import PAGE, is_paged
@@ -327,6 +327,7 @@ def make_service_plan(
     config: fluid.FluidConfig | None = None,
 ) -> ir.ServicePlan:
     flow.check_modelled(steps.cluster)
+    check_positions(steps.model, load.prompt_tokens + load.output_tokens)
     config = replace(
         config or (fluid.QUICK_FLUID if search is QUICK else fluid.FLUID), memory_share=memory_share
     )

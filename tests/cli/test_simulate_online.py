@@ -129,3 +129,4 @@ def test_a_plan_of_steps_has_no_arrivals(folder: Path, capsys: pytest.CaptureFix
     code, _, err = call(folder / "steps.plan", *USUAL, capsys=capsys)
 
     assert (2, True) == (code, "--arrivals: requests over time need a service plan" in err)
+    assert "no.plan: cannot read" in call(folder / "no.plan", *USUAL, capsys=capsys)[2]

@@ -151,14 +151,11 @@ def simulate(
             plans = [load(ServicePlan, path) for path in (plan, other) if path is not None]
             advance("simulating")
             return simulate_service(plans, options.arrived(), options.seed, options.faults(), options.noise)
-    if options.arrivals is not None:
-        raise TesseraError(
-            "requests over time need a service plan",
-            "Make one by: tessera plan MODEL --devices ... --output-tokens N.",
-            "--arrivals",
-        )
     with progress(f"reading {plan.name}") as advance:
         loaded, num = load(Plan, plan), options.requests or NUM_REQUESTS
+        if options.arrivals is not None:
+            remedy = "Make one by: tessera plan MODEL --devices ... --output-tokens N."
+            raise TesseraError("requests over time need a service plan", remedy, "--arrivals")
         advance(f"simulating {num:,} requests")
         return simulate_steps(loaded, num, trace, page, output)
 

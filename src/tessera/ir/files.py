@@ -96,8 +96,10 @@ def load(cls: type[T], path: str | Path) -> T:
 def parse(cls: type[T], raw: bytes, place: str) -> T:
     wanted = _kind(cls)
     head, _, body = raw.partition(b"\n")
-    if problem := _header_problem(_header(head), body, wanted):
-        raise ArtifactError(problem, _again(wanted), place)
+    if problem := _header_problem(header := _header(head), body, wanted):
+        is_service = header is not None and (header.tessera, wanted) == ("service-plan", "plan")
+        remedy = "Serve it: tessera serve MODEL --plan FILE." if is_service else _again(wanted)
+        raise ArtifactError(problem, remedy, place)
     try:
         record = msgspec.msgpack.decode(body, type=cls)
         verify(record)

@@ -285,7 +285,7 @@ def _refusal(fluid: FluidModel, missed: Sequence[Rehearsed], policies: Sequence[
         if not drafts or (fluid.load.tpot_ms, fluid.load.ttft_ms) == (None, None):
             need = (fluid.model.weights + fluid.model.token * 2 * fluid.length) / 1e9
             return PlanInfeasible(
-                f"the model and one request need {need:.1f} GB, more than these devices have",
+                f"the model and one request need {need:.3g} GB and room to compute, more than these have",
                 "Add a device, or plan for shorter requests.",
             )
         fastest_draft = min(drafts, key=lambda d: (d.tpot_ms, d.ttft_ms))

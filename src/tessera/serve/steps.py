@@ -107,7 +107,6 @@ def served(
     config = config.get_text_config()
     found = layout_of(first.module)
     is_flat, gathers, windows = found.is_packed, found.kind in GATHERED, found.windows or (0,)
-    # Each token that is gathered for has a copy of its sequence's keys.
     most_tokens = 1 if gathers else spec.max_batch_tokens or MAX_BATCH_TOKENS
     rows = spec.rows or _rows(first, spec, _room(first, room_bytes) / microbatches, windows, most_tokens)
     size = _length(model, capacity, max_positions(first.module))

@@ -16,7 +16,7 @@ from paged_mixer import Mixer, generated
 from sampling import examples, num_layers, some_of
 from tessera.capture import Workload, build, record, record_step
 from tessera.capture.models import another, recurrent
-from tessera.capture.models.paged import FLAT, PACKED, ROWS, SPLIT, layout_of, max_positions
+from tessera.capture.models.paged import FLAT, ROWS, SPLIT, layout_of, max_positions
 from tessera.capture.models.pages import PageMask
 from tessera.errors import CaptureError
 from tessera.execute.reference import Replay, same_bits
@@ -50,7 +50,7 @@ LAYOUTS = {
 
 def step_of(place: str, layout: str = FLAT, sequences: int = SEQUENCES, **more: Any) -> Step:
     """A step of a built-in model or a folder."""
-    tokens = TOKENS if layout in PACKED else sequences
+    tokens = {FLAT: TOKENS, SPLIT: 2 * sequences}.get(layout, sequences)
     random_weights = Path(place).is_dir()
     return Step(place, "tokens", sequences, tokens, reserve=POSITIONS, random_weights=random_weights, **more)
 
@@ -351,7 +351,7 @@ def test_biases_of_positions_are_not_rounded_otherwise(tmp_path: Path) -> None:
     """Falcon's have 8 bits: counted from the end of a long row, those of neighbours would be the same."""
     sizes = {**BY_NAME["falcon"].sizes, "alibi": True, "max_position_embeddings": 2048}
     Model("falcon", "FalconForCausalLM", sizes).write(tmp_path)
-    workload = build(replace(step_of(str(tmp_path), SPLIT, sequences=1), reserve=16 * POSITIONS))
+    workload = build(replace(step_of(str(tmp_path), sequences=1), reserve=16 * POSITIONS, rows=TOKENS // 2))
     given = {name: torch.zeros_like(t) for name, t in workload.make_inputs(0).items()}
     tokens = torch.arange(3, 3 + TOKENS)
     given |= {"tokens": tokens, "positions": torch.arange(TOKENS), "slots": PAGE + torch.arange(TOKENS)}

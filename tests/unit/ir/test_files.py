@@ -109,6 +109,9 @@ def test_another_kind_of_artifact_is_named(trace_file: Path) -> None:
         load(Plan, trace_file)
     with pytest.raises(ArtifactError, match="this is a trace file; costs are expected"):
         load(Costs, trace_file)
+    trace_file.write_bytes(trace_file.read_bytes().replace(b'"trace"', b'"service-plan"', 1))
+    with pytest.raises(ArtifactError, match=r"service-plan file; a plan is expected\. Serve it"):
+        load(Plan, trace_file)
 
 
 def test_a_missing_file_says_how_to_make_it(tmp_path: Path) -> None:

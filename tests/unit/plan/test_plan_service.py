@@ -131,7 +131,7 @@ def test_drafts_may_be_limited_to_some_devices() -> None:
     [
         (Load(1024, 256, tpot_ms=0.5), 131_072, "no service keeps to the limits: the fastest takes"),
         (Load(1024, 256, ttft_ms=0.5), 131_072, "no service keeps to the limits"),
-        (Load(1024, 256), 1 << 28, "need .* GB, more than these devices have"),
+        (Load(1024, 256), 1 << 28, "need .* GB and room to compute, more than these have"),
     ],
 )
 def test_what_cannot_be_kept_is_said_in_a_line(load: Load, token_bytes: int, message: str) -> None:

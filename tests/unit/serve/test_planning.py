@@ -21,7 +21,7 @@ from tessera.execute.lower import lower
 from tessera.execute.memory import footprints, ready_programs
 from tessera.execute.processes import FORKSERVER
 from tessera.execute.worker_stepper import WorkerStepper
-from tessera.ir import Cluster, Device, DeviceKind, Load, Role, ServicePlan, verify
+from tessera.ir import Cluster, Device, DeviceKind, Load, Role, ServicePlan, Step, verify
 from tessera.plan import search_config
 from tessera.planning import ServedSteps, make_service_plan, service_memory
 from tessera.profile import cap_memory, wire
@@ -150,6 +150,8 @@ def test_a_model_with_attention_of_its_own_has_pages_for_all_rows(tmp_path: Path
     shape = served(str(tmp_path), ServeSpec(rows=8, random_weights=True)).shape
     assert shape.pool_tokens > 8 * 16
     assert shape.sizes == (8, 16)
+    with pytest.raises(CaptureError, match="each token's keys apart: 17 tokens of 8 sequences are no step"):
+        build(Step(str(tmp_path), "tokens", 8, 17, reserve=512, random_weights=True))
 
 
 @pytest.mark.parametrize("name", ["falcon", "mamba2"])
@@ -172,7 +174,13 @@ def test_any_model_is_served_for_a_load(name: str, tmp_path: Path) -> None:
 def test_plans_for_a_load_have_memory_for_state_by_row(tmp_path: Path) -> None:
     """State of each sequence, in every microbatch; also where all of a prompts group would not fit."""
     mamba = next(model for model in MODELS if model.name == "mamba2")
-    sizes = {"hidden_size": 256, "num_heads": 8, "head_dim": 64, "state_size": 128}
+    sizes = {
+        "hidden_size": 256,
+        "num_heads": 8,
+        "head_dim": 64,
+        "state_size": 128,
+        "max_position_embeddings": 600,
+    }
     replace(mamba, sizes={**mamba.sizes, **sizes}).write(tmp_path)
     cluster = wire(cap_memory(parse_devices("emu:a100,emu:l40s"), ["emu:a100=30MB", "emu:l40s=30MB"]))
     steps = ServedSteps(str(tmp_path), cluster, random_weights=True)

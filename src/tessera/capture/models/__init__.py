@@ -24,7 +24,7 @@ from tessera.capture.workload import Workload
 from tessera.errors import CaptureError, UnknownName
 from tessera.ir import Step
 
-__all__ = ["another", "build", "known_models", "place_of", "steps_of_model"]
+__all__ = ["another", "build", "check_positions", "known_models", "place_of", "steps_of_model"]
 
 Builder = Callable[[Step], Workload]
 
@@ -52,6 +52,20 @@ def steps_of_model(model: str) -> tuple[str, ...]:
     if denoisers.is_denoiser(folder):
         return ("denoise",)
     return hf.steps_of(hf.config_of(folder)) if (folder / "config.json").exists() else ("decode",)
+
+
+def check_positions(model: str, length: int) -> None:
+    if model in catalog.LANGUAGE:
+        most = catalog.LANGUAGE[model][1].get("max_position_embeddings")
+    else:
+        folder = Path(place_of(model))
+        config = (
+            hf.config_of(folder).get_text_config(decoder=True) if (folder / "config.json").exists() else None
+        )
+        most = getattr(config, "max_position_embeddings", None)
+    if most is not None and length > most:
+        message = f"requests of {length} tokens are beyond the {most} positions of {model}"
+        raise CaptureError(message, f"Use at most {most} tokens of prompt and answer.")
 
 
 def build(step: Step) -> Workload:

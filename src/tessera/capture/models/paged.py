@@ -58,6 +58,8 @@ from tessera.kernels.choose import choose
 FLAT, SPLIT, ROWS, DENSE = "flat", "split", "rows", "dense"
 # Several tokens of a sequence in a step; keys and values by row.
 PACKED, GATHERED = (FLAT, SPLIT), (SPLIT, DENSE)
+# Per row; each has a copy of its sequence's keys.
+SPLIT_TOKENS = 2
 NUM_TRIED, TRIED_POSITIONS = 3, NUM_FIRST_PAGES * PAGE
 SHARE_OF_ANSWERS, SHARE_OF_PICTURES = 0.5, 0.25
 SHARE_OF_KNOWN = 3
@@ -341,11 +343,12 @@ def max_positions(model: Any) -> int:
 def paged_workload(model: Any, step: Step) -> Workload:
     _check_sizes(step)
     layout = layout_of(model)
-    if not layout.is_packed and step.context != step.batch:
+    most = {FLAT: step.context, SPLIT: SPLIT_TOKENS * num_rows(step)}.get(layout.kind, step.batch)
+    if step.context > most:
+        reads = "each token's keys apart" if layout.is_packed else "one token of each sequence a step"
         raise CaptureError(
-            f"{step.model} reads one token of each sequence a step: {step.context} tokens of "
-            f"{step.batch} sequences are no step of it",
-            "Use as many tokens as sequences.",
+            f"{step.model} reads {reads}: {step.context} tokens of {step.batch} sequences are no step of it",
+            f"Use at most {most} tokens.",
         )
     if layout.kind in GATHERED and not num_dense(model, step):
         raise CaptureError(
