@@ -30,7 +30,7 @@ from tessera.kernels.packing import BLOCKS, GROUP, MIDDLE, PLAIN, dequantise, nu
 # Rows, of each expert, from which a weight is written out.
 MANY_ROWS, MANY_EACH, MAX_EXPERTS_BYTES = 256, 128, 2 << 30
 # Rows beyond which inputs are rounded to FP8; rows, and blocks of inputs, are multiples of these.
-MAX_WIDE_ROWS, FLOAT8_ALIGN = 64, 4
+MAX_WIDE_ROWS, FLOAT8_ALIGN, HOPPER = 64, 4, (9, 0)
 MAX_DEPTH, MIN_DEPTH = 128, 32
 # Programs that keep a large card's memory busy, and the least iterations of one.
 _BUSY, _LEAST = 200, 4
@@ -145,7 +145,8 @@ def multiply(
 @cache
 def multiplies_blocks(device: torch.device, dtype: torch.dtype) -> bool:
     """Does the library multiply FP8 with blocks of scales?"""
-    if device.type != "cuda" or dtype is not torch.bfloat16 or not hasattr(torch, "_scaled_mm"):
+    is_known = device.type == "cuda" and torch.cuda.get_device_capability(device) == HOPPER
+    if not is_known or dtype is not torch.bfloat16:
         return False
     one = torch.zeros(512, 512, device=device)
     try:
