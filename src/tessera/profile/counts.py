@@ -242,8 +242,8 @@ def _gemm(op: OpClass, base: str, launch: Launch, views: tuple[View, ...]) -> tu
     k = left[-1]
     summed = left[0] if base == "addbmm" else 1
     flops = 2.0 * k * made.num_elements * summed
-    # No table has quantised weights. Operations count in the input's type. FP8 with blocks of scales takes 0.8
-    # of that on Hopper, where the tables' FP8 takes half.
+    # No table has quantised weights. Operations count in the input's type; FP8 with blocks of scales takes
+    # 0.8 of that on Hopper, where the tables' FP8 takes half.
     if "pack_mm" in base or base.startswith("packed_"):
         return flops, ()
     right = views[first + 1].shape if len(views) > first + 1 else ()
