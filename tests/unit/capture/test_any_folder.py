@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.coverage_models import MODELS
+from benchmarks.coverage_models import MODELS, Model
 
 import tessera
 from sampling import some_of
@@ -93,6 +93,13 @@ def test_a_model_without_a_cache_has_the_plain_call_alone(tmp_path: Path) -> Non
     """A folder answers with the steps that its class has."""
     assert ("call",) == steps_of_model(folder_of("bert", tmp_path / "a"))
     assert ("encode", "prefill", "decode", "call") == steps_of_model(folder_of("t5", tmp_path / "b"))
+
+
+def test_pictures_that_are_more_than_pixels_are_refused(tmp_path: Path) -> None:
+    """LLaVA-NeXT takes the sizes of pictures too."""
+    Model("llava_next", "LlavaNextForConditionalGeneration", BY_NAME["llava"].sizes).write(tmp_path)
+    with pytest.raises(CaptureError, match=r"its pictures are more than pixels: .*image_sizes"):
+        build(step_of(str(tmp_path), "prefill"))
 
 
 def test_inputs_of_a_file_are_those_of_the_first_request(tmp_path: Path) -> None:

@@ -231,6 +231,14 @@ def test_a_broken_checkpoint_is_refused_in_one_line(
     assert re.search(words, lines[0])
 
 
+def test_sizes_that_published_configurations_have_are_taken(folder: Path) -> None:
+    """BLT's vocabulary of groups is no count of groups; GLM-5's width of heads is 0 where it has none."""
+    config(encoder_hash_byte_group_vocab=500_002, nested={"head_dim": 0})(folder)
+    found = checkpoint.read_settings(folder)
+
+    assert (500_002, {"head_dim": 0}) == (found["encoder_hash_byte_group_vocab"], found["nested"])
+
+
 def test_what_a_configuration_says_of_code_and_kernels_is_not_heard(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

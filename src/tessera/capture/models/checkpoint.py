@@ -29,10 +29,10 @@ SPECIAL_FLOATS = ("Infinity", "-Infinity", "NaN")
 # Upper bounds of any integer, of counts, and of layers and heads.
 MAX_INT, MAX_NUM, MAX_COUNT = 2**53, 2**20, 2**15
 COUNTS = re.compile(r"layer|depth|block|group|expert|head|stage")
-NO_COUNTS = re.compile(r"size|dim|len|token|window|position")
+NO_COUNTS = re.compile(r"size|dim|len|token|window|position|vocab")
 POSITIVE = frozenset({
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
-    "head_dim", "intermediate_size", "d_model", "n_embd", "n_layer", "n_layers", "n_head", "n_heads",
+    "intermediate_size", "d_model", "n_embd", "n_layer", "n_layers", "n_head", "n_heads",
     "num_heads",
 })  # fmt: skip
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -341,7 +341,7 @@ def memory_bytes() -> int:
 
 
 @contextmanager
-def blamed(folder: Path, what: str = "a model cannot be built from it") -> Iterator[None]:
+def blamed(folder: Path | str, what: str = "a model cannot be built from it") -> Iterator[None]:
     try:
         with _alone():
             yield

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.capture.blocks import open_dataclasses, path
 from tessera.capture.fake import run_fake
-from tessera.capture.models import examples
+from tessera.capture.models import checkpoint, examples
 from tessera.capture.models.examples import PIXELS
 from tessera.capture.reads import traced
 from tessera.capture.recorder import call_operator
@@ -250,7 +250,7 @@ class CachedSteps:
         if self._picture is None:
             return 0
         pixels = placed(self._model, lambda: {PIXELS: examples.pictures(self._model, self._step, 0)})
-        with apart(self._model):
+        with checkpoint.blamed(self._step.model, "its pictures are more than pixels"), apart(self._model):
             features = self._model.get_image_features(**pixels)
         embeddings = flatten(getattr(features, "pooler_output", features)).values()
         size = self._config.hidden_size * self._step.batch
