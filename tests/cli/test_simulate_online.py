@@ -125,6 +125,17 @@ def test_a_mistake_is_one_line(
     assert 1 == err.strip().count("\n") + 1
 
 
+@pytest.mark.parametrize(("rate", "is_reached"), [("1", True), ("1e6", False)])
+def test_a_rate_that_is_not_reached_is_said(
+    folder: Path, rate: str, is_reached: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    err = call(
+        folder / "single.plan", "--arrivals", f"poisson:{rate}", "--requests", str(NUM), capsys=capsys
+    )[2]
+
+    assert is_reached != ("tokens/s are asked for and the plan gives" in err)
+
+
 def test_a_plan_of_steps_has_no_arrivals(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = call(folder / "steps.plan", *USUAL, capsys=capsys)
 

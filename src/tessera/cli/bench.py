@@ -150,9 +150,7 @@ class SentRequests:
             "1: Poisson arrivals; less: bursts; more: even gaps.", callback=needs("rate"), min=1e-3, max=1e3
         ),
     ] = 1.0
-    arrivals: Annotated[
-        str | None, option(ARRIVALS_HELP, is_eager=True, callback=excludes("rate", TWICE))
-    ] = None
+    arrivals: Annotated[str | None, option(ARRIVALS_HELP, callback=excludes("rate", TWICE))] = None
     prompt_tokens: Annotated[
         int | None, option("Tokens per prompt, about; with a log: at most.", default="64", min=1)
     ] = None

@@ -1,5 +1,6 @@
 """tessera simulate: a plan -> what a run would look like, on a virtual clock."""
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tessera.cli.output import Record, excludes, needs, option, progress
+from tessera.cli.output import Record, excludes, needs, option, progress, say
 from tessera.cli.plan_model import ServiceFigures
 from tessera.errors import ArrivalsError, MismatchError, TesseraError
 from tessera.ir import Arrivals, Clock, Decision, Plan, ServicePlan, Timeline, kind_of, load, save
@@ -150,7 +151,15 @@ def simulate(
         with progress(f"reading {plan.name}") as advance:
             plans = [load(ServicePlan, path) for path in (plan, other) if path is not None]
             advance("simulating")
-            return simulate_service(plans, options.arrived(), options.seed, options.faults(), options.noise)
+            arrived = options.arrived()
+            found = simulate_service(plans, arrived, options.seed, options.faults(), options.noise)
+        if arrived is not None:
+            outputs = arrived.outputs or (plans[0].load.output_tokens,)
+            asked = arrived.rate_per_s * sum(outputs) / len(outputs)
+            most = max((plan.expected.tokens_per_s for plan in plans if plan.expected), default=math.inf)
+            if most < asked < math.inf and found.tokens_per_s < asked:
+                say(f"warning: {asked:,.0f} tokens/s are asked for and the plan gives {most:,.0f}")
+        return found
     with progress(f"reading {plan.name}") as advance:
         loaded, num = load(Plan, plan), options.requests or NUM_REQUESTS
         if options.arrivals is not None:

@@ -286,6 +286,7 @@ def test_command_with_failures_ends_as_an_error(capsys: pytest.CaptureFixture[st
         ["--requests", "0"],
         ["--rate", "-1"],
         ["--rate", "5", "--arrivals", "batch:3"],
+        ["--arrivals", "batch:3", "--rate", "5"],
         ["--endpoint", "x"],
         ["--burstiness", "2"],
         ["--distinct", "5"],

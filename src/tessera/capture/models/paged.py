@@ -275,18 +275,9 @@ def _table(model: Any, kind: str, step: Step, inputs: Tensors, group: int) -> Pa
         place = seen.clamp_min(0)
         by_row = pages[starts[:, None] + place // PAGE] * PAGE + place % PAGE
     return PageTables(
-        positions,
-        slots // PAGE,
-        slots % PAGE,
-        pages,
-        starts,
-        inputs["lengths"],
-        inputs["query_starts"],
-        step.context == step.batch,
-        expected_length(step),
-        seen,
-        by_row,
-    )
+        positions, slots // PAGE, slots % PAGE, pages, starts, inputs["lengths"], inputs["query_starts"],
+        step.context == step.batch, expected_length(step), seen, by_row,
+    )  # fmt: skip
 
 
 def _logits(model: Any, kind: str, inputs: Tensors, cache: PagedCache, tables: PageTables) -> torch.Tensor:
