@@ -149,6 +149,24 @@ def test_fetched_weights_give_the_same_bits_and_are_never_in_the_gpus_memory() -
     assert card.weight_bytes < host.weight_bytes
 
 
+def test_weights_that_are_not_aligned_are_fetched_from_a_copy() -> None:
+    """As tensors of files are."""
+    made, weights = fetching(), workloads()[0].weights()
+    name, _ = made.lanes[0].placement.fetched[0]
+    size = weights[name].nbytes
+    memory = torch.zeros(size + 8, dtype=torch.uint8).untyped_storage()[8 : size + 8]
+    given = torch.empty(0, dtype=weights[name].dtype).set_(memory).view(weights[name].shape)
+    given.copy_(weights[name])
+    trace = made.graphs[0].trace
+    graphs = DeviceGraphs(made.cluster, 0, [g.trace for g in made.graphs], weights | {name: given}, 1)
+    index = next(n for n, buffer in enumerate(trace.buffers) if buffer.name == name)
+    found = graphs._pinned(0, index)
+
+    assert (8, 0) == (given.data_ptr() % 16, found.data_ptr() % driver.FETCH_ALIGN)
+    assert bytes(found) == bytes(memory)
+    assert graphs._pinned(0, index).data_ptr() == found.data_ptr()
+
+
 class Clocked:
     """A stream with a vector clock: what is done before its next work is issued."""
 

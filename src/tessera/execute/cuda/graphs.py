@@ -61,7 +61,8 @@ class DeviceGraphs:
         self.launchers: list[Launcher] = []
         self.add_steps(traces, us, kernels)
         self._resident: dict[object, Storage] = {}
-        self._locked: dict[int, Storage] = {}
+        # By address: given, and page-locked.
+        self._locked: dict[int, tuple[Storage, Storage]] = {}
         card = self.device.card
         self.transport = transport(self.device) if transport is not None else None
         keeps_links = self.transport is None or self.transport.carries_records
@@ -257,10 +258,16 @@ class DeviceGraphs:
 
     def _pinned(self, step: int, index: int) -> Storage:
         storage = storage_of(self.traces[step].buffers[index], self._weights)
-        if storage.device.type == "cpu" and storage.data_ptr() not in self._locked:
-            driver.pin(bytes_of(storage, 0, storage.nbytes()))
-        self._locked[storage.data_ptr()] = storage
-        return storage
+        if storage.device.type != "cpu":
+            return storage
+        place = storage.data_ptr()
+        if place not in self._locked:
+            contents = bytes_of(storage, 0, storage.nbytes())
+            if place % driver.FETCH_ALIGN:  # tensors of files are not aligned
+                contents = contents.clone()
+            driver.pin(contents)
+            self._locked[place] = storage, contents.untyped_storage()
+        return self._locked[place][1]
 
     def _weight_key(self, step: int, index: int) -> object:
         buffer = self.traces[step].buffers[index]
