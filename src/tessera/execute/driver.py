@@ -28,10 +28,9 @@ IPC_HANDLE_BYTES = 64
 # Programs and threads that fetch weights: 128 KB on the way, about what PCIe 5 needs. Values of other streams
 # wait for more.
 FETCH_GRID, FETCH_BLOCK, FETCH_ALIGN = (16, 1, 1), (128, 1, 1), 16
-FETCH_PTX = files("tessera.execute").joinpath("fetch.ptx").read_text(encoding="ascii")
 FETCH = Kernel(
-    "tessera_fetch", Origin.PTX, ptx=FETCH_PTX,
-    signature=(("source", "*u8"), ("target", "*u8"), ("num", "u64")),
+    "tessera_fetch", Origin.PTX, signature=(("source", "*u8"), ("target", "*u8"), ("num", "u64")),
+    ptx=files("tessera.execute").joinpath("fetch.ptx").read_text(encoding="ascii"),
 )  # fmt: skip
 # Seconds between two looks of a worker at its GPU.
 LOOK_S = 20e-6

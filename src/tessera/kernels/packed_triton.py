@@ -57,13 +57,12 @@ def tile_for(rows: int, experts: int, outputs: int, iterations: int, line: int, 
     each = rows if experts == 1 else -(-2 * rows // experts)
     tile_rows = min(max(16, triton.next_power_of_2(each)), 64)
     programs = -(-outputs // _COLUMNS) * (-(-rows // tile_rows) if experts == 1 else min(experts, rows))
-    few = _BUSY_FEW if tile_rows == 16 else _BUSY_MORE
-    busy, joined = (few, _JOINED) if tiled else (_BUSY, 2 * _JOINED)
+    busy = (_BUSY_FEW if tile_rows == 16 else _BUSY_MORE) if tiled else _BUSY
+    joined = _JOINED if tiled else 2 * _JOINED
     splits, most = 1, min(_MAX_SPLITS, line // (joined * rows))
     while 2 * splits <= most and splits * programs < busy and iterations >= 2 * splits * _LEAST:
         splits *= 2
-    is_long = tiled and experts == 1 and rows > tile_rows
-    return ProductTile(tile_rows, _COLUMNS, splits, _WARPS * (1 + is_long))
+    return ProductTile(tile_rows, _COLUMNS, splits, 8 if tiled and experts == 1 and rows > 64 else _WARPS)
 
 
 def depth_of(columns: int, group: int) -> int:

@@ -258,16 +258,14 @@ class DeviceGraphs:
 
     def _pinned(self, step: int, index: int) -> Storage:
         storage = storage_of(self.traces[step].buffers[index], self._weights)
-        if storage.device.type != "cpu":
-            return storage
         place = storage.data_ptr()
-        if place not in self._locked:
+        if storage.device.type == "cpu" and place not in self._locked:
             contents = bytes_of(storage, 0, storage.nbytes())
-            if place % driver.FETCH_ALIGN:  # tensors of files are not aligned
-                contents = contents.clone()
+            # Tensors of files are not aligned.
+            contents = contents.clone() if place % driver.FETCH_ALIGN else contents
             driver.pin(contents)
             self._locked[place] = storage, contents.untyped_storage()
-        return self._locked[place][1]
+        return self._locked.get(place, (storage, storage))[1]
 
     def _weight_key(self, step: int, index: int) -> object:
         buffer = self.traces[step].buffers[index]
