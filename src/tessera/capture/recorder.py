@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.capture import operators
 from tessera.capture.blocks import raw
-from tessera.capture.fake import Run
+from tessera.capture.fake import Run, run_fake
 from tessera.capture.operators import Recorded, Results, fail
 from tessera.capture.own import OwnLaunch, inside_operator, tensors_in, unchanged
 from tessera.capture.reads import reads_refused
@@ -241,6 +241,18 @@ def keep_apart(storages: Mapping[int, StorageWeakRef]) -> None:
 
 def call_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
+
+
+class NoReads(TorchDispatchMode):
+    """Host reads of tensors are errors."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise ValueError(f"{operators.program_line()} reads a tensor's value on the host")
+        is_fake = any(isinstance(a, fake_tensor.FakeTensor) or getattr(a, "is_meta", False) for a in args)
+        return (run_fake if is_fake else call_operator)(func, args, kwargs or {})
 
 
 def run_operator(run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

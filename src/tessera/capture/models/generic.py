@@ -23,14 +23,12 @@ import torch
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.capture.blocks import open_dataclasses, path
-from tessera.capture.fake import run_fake
 from tessera.capture.models import checkpoint, examples
 from tessera.capture.models.examples import PIXELS
 from tessera.capture.reads import traced
-from tessera.capture.recorder import call_operator
+from tessera.capture.recorder import NoReads
 from tessera.capture.rng import forked
 from tessera.capture.workload import UNFIT, Tensors, Workload
 from tessera.errors import CaptureError
@@ -477,18 +475,6 @@ def head_reads(model: Any, pick: Callable[[torch.Tensor], torch.Tensor] | None) 
         yield True
     finally:
         handle.remove()
-
-
-class NoReads(TorchDispatchMode):
-    """Host reads of tensors are errors."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            raise ValueError("it reads a tensor's value on the host")
-        is_fake = any(isinstance(a, FakeTensor) or getattr(a, "is_meta", False) for a in args)
-        return (run_fake if is_fake else call_operator)(func, args, kwargs or {})
 
 
 def call_on_meta(model: Any) -> None:
