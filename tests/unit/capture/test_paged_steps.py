@@ -376,7 +376,7 @@ def test_checks_of_a_distribution_are_no_reads(tmp_path: Path) -> None:
 def test_a_model_that_reads_on_the_host_is_refused_with_its_line(tmp_path: Path) -> None:
     """DBRX asks which experts are chosen."""
     experts = {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2}
-    heads = {"kv_n_heads": 2, "rope_theta": 1e4}
+    heads = {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}
     sizes = {"d_model": 32, "n_heads": 4, "n_layers": 1, "max_seq_len": 64, "vocab_size": 96}
     model = Model("dbrx", "DbrxForCausalLM", {**sizes, "attn_config": heads, "ffn_config": experts})
     with pytest.raises(CaptureError, match=r"modeling_dbrx\.py:\d+ reads a tensor's value on the host"):
