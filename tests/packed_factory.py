@@ -166,15 +166,17 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def write_folder(folder: Path, method: str, family: str = "llama", intermediate: int = 96) -> Any:
+def write_folder(
+    folder: Path, method: str, family: str = "llama", intermediate: int = 96, layers: int = 2
+) -> Any:
     """Writes a random checkpoint of a family; returns its dequantised model."""
     import transformers
 
     settings, quantise = METHODS[method]
     config = transformers.AutoConfig.for_model(
-        family, hidden_size=64, intermediate_size=intermediate, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=VOCAB, max_position_embeddings=128, tie_word_embeddings=False,
-        **SIZES[family],
+        family, hidden_size=64, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCAB, max_position_embeddings=128,
+        tie_word_embeddings=False, **SIZES[family],
     )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

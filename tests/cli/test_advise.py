@@ -30,16 +30,27 @@ def advised(*words: object, capsys: pytest.CaptureFixture[str]) -> dict[str, Any
     """The JSON document."""
     code, out, err = run("tiny-llama", *SMALL, *words, "--json", capsys=capsys)
     assert 0 == code, err
+    return advice_in(out)
+
+
+def advice_in(out: str) -> dict[str, Any]:
+    """The advice of a JSON document, with what stands beside it."""
     found: dict[str, dict[str, Any]] = json.loads(out)
     return found["advice"] | {name: found[name] for name in ("plans", "headline", "files")}
 
 
 def test_cheapest_set_that_carries_the_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The choice carries the rate with its margin, the runner-up too and for more; plans are written."""
-    names = ("--gpus", "l40s,l4,l20", "--max-devices", "2")
-    found = advised("--rate", "50", *names, "--save", tmp_path, capsys=capsys)
+    """The choice carries the rate with its margin, the runner-up too and for more; plans are written.
+
+    What is known before anything is planned is said at once.
+    """
+    names = ("--rate", "50", "--gpus", "l40s,l4,l20", "--max-devices", "2")
+    code, out, err = run("tiny-llama", *SMALL, *names, "--save", tmp_path, "--json", capsys=capsys)
+    found = advice_in(out)
     choice, second = found["candidates"]
 
+    assert 0 == code
+    assert "so far: l4 at" in " ".join(err.split())
     assert (True, False) == (choice["is_advised"], second["is_advised"])
     assert choice["requests_per_s"] >= 50 * 1.1
     assert second["requests_per_s"] >= 50 * 1.1
@@ -168,15 +179,6 @@ def test_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert "cost error" in flat
     assert "RunPod" in flat
     assert "skypilot-catalog" in flat
-
-
-def test_answers_are_shown_as_they_come(capsys: pytest.CaptureFixture[str]) -> None:
-    """What is known before anything is planned is said at once."""
-    words = ("tiny-llama", *SMALL, "--rate", "50", "--gpus", "l40s,l4", "--max-devices", "2")
-    code, _, err = run(*words, capsys=capsys)
-
-    assert 0 == code
-    assert "so far: l4 at" in " ".join(err.split())
 
 
 def test_a_search_that_has_no_time_left_says_so(

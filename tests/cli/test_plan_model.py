@@ -130,13 +130,13 @@ def test_experts_are_divided_between_a_gpu_and_its_host(
     """A folder with a configuration only, larger than the card."""
     config = {
         "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 256,
-        "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 2,
         "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 512, "torch_dtype": "bfloat16",
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    often = {f"model.layers.{n}.mlp.experts": [1, 1, 1, 1, 1, 1, 30, 30] for n in range(2)}
+    often = {"model.layers.0.mlp.experts": [1, 1, 1, 1, 1, 1, 30, 30]}
     (tmp_path / "often.json").write_text(json.dumps(often))
-    devices = ("--devices", "emu:rtx-4090,emu:cpu-xeon-8480", "--memory", "emu:rtx-4090=8MB")
+    devices = ("--devices", "emu:rtx-4090,emu:cpu-xeon-8480", "--memory", "emu:rtx-4090=5.5MB")
     words = ("--random-weights", "--launches", "eager", *LOAD[2:], *QUICK, "--tpot-ms", "20")
     frequencies = ("--expert-frequencies", tmp_path / "often.json", "-o", tmp_path / "x.plan", "--json")
     code, out, err = call("plan", tmp_path, *devices, *words, *frequencies, capsys=capsys)
@@ -157,14 +157,14 @@ def test_dense_weights_that_do_not_fit_are_fetched_beside_what_the_host_computes
     """And none if all fit."""
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512,
-        "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2,
         "vocab_size": 512, "torch_dtype": "bfloat16",
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     devices = ("--devices", "emu:rtx-4090,emu:cpu-xeon-8480", "--link", "pcie5")
     words = ("--random-weights", "--launches", "eager", *LOAD[2:], *QUICK)
     fetched, rates = [], []
-    for memory in (("--memory", "emu:rtx-4090=11MB"), ()):
+    for memory in (("--memory", "emu:rtx-4090=7MB"), ()):
         given = (*devices, *memory, *words, "-o", tmp_path / "x.plan", "--json")
         code, out, err = call("plan", tmp_path, *given, capsys=capsys)
         assert 0 == code, err

@@ -73,7 +73,7 @@ def test_packed_folders_are_captured_as_plain_ones(
     method: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From their headers; layouts and trace are those of the loaded model, also of other steps."""
-    write_folder(tmp_path, method, family)
+    write_folder(tmp_path, method, family, layers=1)
     make = partial(served, str(tmp_path), SPEC)
     loaded = make().workloads[0]
     step = replace(loaded.step, reserve=512)

@@ -157,7 +157,8 @@ def test_a_model_with_attention_of_its_own_has_pages_for_all_rows(tmp_path: Path
 @pytest.mark.parametrize("name", ["falcon", "mamba2"])
 def test_any_model_is_served_for_a_load(name: str, tmp_path: Path) -> None:
     """Attention of its own, and state by row: nobody chose sizes, nobody gave a plan."""
-    next(model for model in MODELS if model.name == name).write(tmp_path)
+    model = next(model for model in MODELS if model.name == name)
+    replace(model, sizes={**model.sizes, "num_hidden_layers": 1}).write(tmp_path)
     load = Load(24, 8)
     spec = ServeSpec(random_weights=True, effort="quick", load=load, is_for_load=True, policies=("single",))
     made = prepare(str(tmp_path), emulated("emu:a100"), spec)
@@ -352,7 +353,8 @@ def test_rows_of_gathered_keys_are_no_longer_than_what_is_gathered(tmp_path: Pat
 def test_gpus_of_other_machines_hold_their_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """No limit of weights computed here; steps are those that a CPU records, and nothing is computed."""
     cluster = emulated("away:a100,away:l40s")
-    spec = ServeSpec(microbatches=1, rows=4, capacity=64, max_batch_tokens=16, effort="quick")
+    sizes = {"microbatches": 1, "rows": 4, "capacity": 64, "max_batch_tokens": 16}
+    spec = ServeSpec(**sizes, policies=("data-parallel",), effort="quick")
     monkeypatch.setattr("tessera.serve.planning.MAX_BYTES", 1)
     with pytest.raises(TesseraError, match="these devices compute on this machine's CPU"):
         prepare("tiny-llama", emulated(), spec)
