@@ -157,8 +157,8 @@ def test_another_load_keeps_the_placement_of_a_full_gpu(
 def test_packed_experts_are_on_both_devices_and_answer_as_dequantised(
     asks: list[Ask], tmp_path: Path
 ) -> None:
-    model = write_folder(tmp_path, "mxfp4", "gpt_oss", intermediate=512)
-    cluster = wire(cap_memory(parse_devices(f"{CARD},{HOST}"), [f"{CARD}=0.7MB"]))
+    model = write_folder(tmp_path, "mxfp4", "gpt_oss", intermediate=512, layers=1)
+    cluster = wire(cap_memory(parse_devices(f"{CARD},{HOST}"), [f"{CARD}=0.4MB"]))
     made = prepare(str(tmp_path), cluster, SPEC)
     plan = made.policies[0].plans[0]
     placed = plan.lanes[0].placement.devices[-1]
