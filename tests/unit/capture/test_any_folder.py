@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from benchmarks.coverage_models import MODELS, Model
 
 import tessera
 from sampling import some_of
 from tessera.capture import build, record
 from tessera.capture.models import steps_of_model
+from tessera.capture.models.hf import attention_of
 from tessera.errors import CaptureError
 from tessera.execute.reference import Replay, same_bits
 from tessera.ir import Step
@@ -93,6 +95,12 @@ def test_a_model_without_a_cache_has_the_plain_call_alone(tmp_path: Path) -> Non
     """A folder answers with the steps that its class has."""
     assert ("call",) == steps_of_model(folder_of("bert", tmp_path / "a"))
     assert ("encode", "prefill", "decode", "call") == steps_of_model(folder_of("t5", tmp_path / "b"))
+
+
+def test_a_model_with_a_table_of_attention_classes_gets_one_of_them() -> None:
+    """The picture encoder of DeepSeek-OCR 2 knows eager and sdpa."""
+    kinds = transformers.DeepseekOcr2ForConditionalGeneration, transformers.LlamaForCausalLM
+    assert ["sdpa", "tessera"] == [attention_of(kind) for kind in kinds]
 
 
 def test_pictures_that_are_more_than_pixels_are_refused(tmp_path: Path) -> None:

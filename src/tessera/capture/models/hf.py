@@ -6,6 +6,7 @@ call. Attention sinks (`s_aux`) and `softcap` have no torch kernel: the formula 
 """
 
 import logging
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -101,7 +102,8 @@ def steps_of(config: Any) -> tuple[str, ...]:
 
 
 def attention_of(kind: Any) -> str:
-    if kind._supports_attention_backend:
+    is_fixed = any(name.endswith("_ATTENTION_CLASSES") for name in vars(sys.modules[kind.__module__]))
+    if kind._supports_attention_backend and not is_fixed:
         return ATTENTION
     return "sdpa" if kind._supports_sdpa else "eager"
 
