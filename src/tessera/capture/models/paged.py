@@ -199,8 +199,8 @@ def _check_logits(model: Any, layout: StepLayout) -> None:
             inputs = generic.placed(model, partial(make, [(last, last - first)] * NUM_TRIED))
             read = made["tokens"][:, first:last].flatten()
             inputs["tokens"][: len(read)] = read
-            if "is_image" in inputs:
-                inputs["is_image"].fill_(False)
+            for name in inputs.keys() & {"is_image", "adapters"}:  # the plain forward has neither
+                inputs[name].zero_()
             logits = workload.run({**inputs, **plain_choices}, state)["logits"]
         plain = model(input_ids=made["tokens"], use_cache=False).logits[:, -1]
     error = float((logits - plain).abs().max() / plain.abs().max())
