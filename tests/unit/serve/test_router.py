@@ -130,7 +130,7 @@ def test_answers_are_right_wherever_they_are_read(
     """Also with pages for hardly more than one sequence, where sequences are preempted."""
     shape, rng = replace(shape, pool_tokens=PAGE * pages), random.Random(pages)
     stepper = ToyStepper(shape, plans=(split_policy("split", role, shape),), seed=pages)
-    asks = [random_ask(rng, shape.max_tokens) for _ in range(24)]
+    asks = [random_ask(rng, shape.max_tokens) for _ in range(examples(24, 14))]
     with service_of(stepper, prefix_caching=caching) as service:
         told = wait_for(read_all(service, asks))
         snapshot, router = service.snapshot(), router_of(service)
@@ -153,7 +153,7 @@ def test_windows_move_with_what_is_found(role: Role, pages: int) -> None:
     rng = random.Random(pages)
     begin = tuple(rng.randrange(1, 9) for _ in range(80))
     asks = []
-    for _ in range(30):
+    for _ in range(examples(30, 18)):
         rest = tuple(rng.randrange(1, 9) for _ in range(rng.randrange(1, 12)))
         asks.append(Ask(begin[: rng.randrange(80)] + rest, rng.randrange(2, 26), GREEDY, ignores_end=True))
     with service_of(stepper) as service:
@@ -175,7 +175,7 @@ def test_failed_moves_change_no_answer(role: Role, shape: Shape) -> None:
     rng = random.Random(3)
     stepper = ToyStepper(shape, plans=(split_policy("split", role, shape),))
     stepper.failing = set(range(0, 100, 2))
-    asks = [random_ask(rng, SHAPE.max_tokens) for _ in range(24)]
+    asks = [random_ask(rng, SHAPE.max_tokens) for _ in range(examples(24, 14))]
     with service_of(stepper) as service:
         told = wait_for(read_all(service, asks))
 
@@ -314,7 +314,7 @@ def test_nobody_waits_forever_with_few_pages(role: Role, seed: int) -> None:
     shape, chance = replace(SHAPE, pool_tokens=PAGE * 5), random.Random(seed)
     stepper = ToyStepper(shape, plans=(split_policy("split", role, shape),), seed=seed)
     rng = random.Random(5)
-    asks = [random_ask(rng, shape.max_tokens) for _ in range(24)]
+    asks = [random_ask(rng, shape.max_tokens) for _ in range(examples(24, 14))]
 
     async def late(service: Service, ask: Ask) -> object:
         await asyncio.sleep(0.05 * chance.random())

@@ -63,7 +63,7 @@ def test_answers_with_few_pages_are_those_of_generate(
     write(name, tmp_path)
     pool = PAGE * 2 * max_pages(107, windows, 8)
     made = served(str(tmp_path), ServeSpec(microbatches=1, rows=4, pool_tokens=pool, **SIZES))
-    asks = asks_of(52, 40, 52, 17, tokens=50)
+    asks = asks_of(52, 40, 52, 17, tokens=examples(50, 35))
     with (
         own_code(made, num_threads=1) as stepper,
         Service(stepper, policies_of(stepper, made.shape), made.shape, ByteText()) as service,
