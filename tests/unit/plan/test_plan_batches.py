@@ -14,7 +14,7 @@ from tessera.plan.comparison import Option
 from tessera.simulate import SteadyRates
 
 MB = 1 << 20
-BATCHES = (4, 16, 64)
+BATCHES, MICROBATCHES = (4, 16, 64), (1, 2)
 # Bytes of state of one row.
 ROW = 8 * MB
 
@@ -45,7 +45,7 @@ def planned(
     memory: tuple[int, int] = (1200, 500), tpot_ms: float | None = None
 ) -> tuple[ir.Plan, Comparison]:
     """For two devices with so many megabytes."""
-    return search(memory, Target(1, tpot_ms)).best(BATCHES)
+    return search(memory, Target(1, tpot_ms)).best(BATCHES, MICROBATCHES)
 
 
 def test_the_plan_is_the_best_point_and_fits() -> None:
@@ -128,7 +128,7 @@ def test_what_cannot_be_planned_is_refused(
 def test_equal_cells_are_planned_once_and_copied() -> None:
     """Eight devices of two kinds: four times the figures of two, all devices used, for every policy."""
     pair, two = planned()
-    whole, eight = search((1200, 500) * 4, Target(1)).best(BATCHES)
+    whole, eight = search((1200, 500) * 4, Target(1)).best(BATCHES, [4 * num for num in MICROBATCHES])
 
     assert whole.used == tuple(range(8))
     assert whole.batch == pair.batch
