@@ -82,6 +82,17 @@ def _in_short(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _products() -> Iterator[None]:
+    """After a 16-bit product that a CPU cannot do, torch computes all others of the process by other code:
+    their bits would not be those of workers, which had no such product.
+    """
+    import torch
+
+    with torch.backends.mkldnn.flags(enabled=True):
+        yield
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`make test-all`."""
     parser.addoption(

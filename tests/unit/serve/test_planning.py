@@ -353,8 +353,7 @@ def test_rows_of_gathered_keys_are_no_longer_than_what_is_gathered(tmp_path: Pat
 def test_gpus_of_other_machines_hold_their_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """No limit of weights computed here; steps are those that a CPU records, and nothing is computed."""
     cluster = emulated("away:a100,away:l40s")
-    sizes = {"microbatches": 1, "rows": 4, "capacity": 64, "max_batch_tokens": 16}
-    spec = ServeSpec(**sizes, policies=("data-parallel",), effort="quick")
+    spec = ServeSpec(1, rows=4, capacity=64, max_batch_tokens=16, effort="quick", policies=("data-parallel",))
     monkeypatch.setattr("tessera.serve.planning.MAX_BYTES", 1)
     with pytest.raises(TesseraError, match="these devices compute on this machine's CPU"):
         prepare("tiny-llama", emulated(), spec)
