@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 import typer
@@ -18,6 +19,8 @@ import sampling
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What is compiled once is kept, whatever the surroundings say: hundreds of processes would do it again.
 sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = False, ""
+# Plans and measurements of tests, whose models have fewer layers, are not found by the user's commands.
+os.environ["XDG_CACHE_HOME"] = str(Path(__file__).resolve().parents[1] / "build" / "test-cache")
 
 # Folders whose tests start processes and sockets. They run first: they wait much and compute little, so a
 # file of them that started last would keep a core idle.
