@@ -2,10 +2,10 @@
 
     python benchmarks/gpu_packed.py --out benchmarks/results/packed_h200_202611.json
 
-The four products of a layer of Llama 3 8B (query/key/value, output, gate/up, down) at several numbers of
-rows, and the experts of gpt-oss 20B. In one run: microseconds of each format, GB/s of its codes and scales,
-the part of the card's copy bandwidth, and the ratio to bf16 (`linear`, `_grouped_mm`). Then other tiles,
-until `--seconds` are over; the best of each format are printed last.
+The four products of a layer of Llama 3 8B, or Qwen3 8B (`--model`; query/key/value, output, gate/up, down) at
+several numbers of rows, and the experts of gpt-oss 20B. In one run: microseconds of each format, GB/s of its
+codes and scales, the part of the card's copy bandwidth, and the ratio to bf16 (`linear`, `_grouped_mm`). Then
+other tiles, until `--seconds` are over; the best of each format are printed last.
 
 Times are of CUDA graph replays over several copies of the weights, so that none is in the cache.
 """
@@ -28,8 +28,9 @@ from benchmarks.gpu_http import card
 from tessera.kernels.packed_triton import ProductTile, multiply
 from tessera.kernels.packing import BITS, can_tile, tile
 
-# Outputs and inputs of a layer of Llama 3 8B.
+# Outputs and inputs of a layer.
 LAYER = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+LAYERS = {"llama-3-8b": LAYER, "qwen3-8b": LAYER | {"gate_up": (24576, 4096), "down": (4096, 12288)}}
 # Experts, outputs and inputs of gpt-oss 20B; rows per token.
 EXPERTS, EXPERT_LAYER, ROWS_EACH = 32, {"gate_up": (5760, 2880), "down": (2880, 2880)}, 4
 BLOCKS = {"int4": (1, 128), "int8": (1, 1 << 20), "fp8": (128, 128), "mxfp4": (1, 32)}
@@ -114,16 +115,16 @@ def measure(
     return time_us(calls), int(num_bytes(first) * used)
 
 
-def layers(forms: Sequence[str], all_rows: Sequence[int], gbps: float) -> dict[str, Any]:
+def layers(model: str, forms: Sequence[str], all_rows: Sequence[int], gbps: float) -> dict[str, Any]:
     """Figures by format and rows."""
     found: dict[str, Any] = {}
     for rows in all_rows:
         plain_us = 0.0
         for form in ("bf16", *forms):
-            pairs = [measure(form, 1, size, rows) for size in LAYER.values()]
+            pairs = [measure(form, 1, size, rows) for size in LAYERS[model].values()]
             total_us, total = sum(us for us, _ in pairs), sum(size for _, size in pairs)
             plain_us = plain_us or total_us
-            found[f"llama {form} {rows}"] = row(total_us, total, plain_us, gbps, [us for us, _ in pairs])
+            found[f"{model} {form} {rows}"] = row(total_us, total, plain_us, gbps, [us for us, _ in pairs])
     for tokens in (8, 64):
         plain_us = 0.0
         for form in ("bf16", "mxfp4"):
@@ -179,6 +180,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--model", default="llama-3-8b", choices=LAYERS)
     parser.add_argument("--formats", default="int4,fp8,int8,mxfp4")
     parser.add_argument("--rows", default="1,8,32,64,512")
     parser.add_argument("--seconds", type=float, default=0.0, help="seconds for other tiles")
@@ -186,7 +188,7 @@ def main() -> None:
     forms, rows = given.formats.split(","), [int(number) for number in given.rows.split(",")]
     figures = card()
     print(figures, flush=True)
-    found = {"card": figures, **layers(forms, rows, figures["bytes per s"] / 1e9)}
+    found = {"card": figures, **layers(given.model, forms, rows, figures["bytes per s"] / 1e9)}
     if given.seconds:
         found["tiles"] = sweep(forms, given.seconds)
     if given.out:
