@@ -38,23 +38,6 @@ LAUNCHES = "the recorded launches one by one; the model itself was not called"
 MAX_BYTES = 4 << 30
 
 
-class PlanTrial(Record, frozen=True):
-    plan: str
-    policy: str
-    per_s: Annotated[float, shown("requests/s")]
-
-
-class PickedPlan(Record, frozen=True):
-    """The fastest of several plans, and what each reached."""
-
-    number: Annotated[int, HIDDEN]
-    plan: str
-    policy: str
-    # A little below 0 where it is the first and as good.
-    ahead: Annotated[float, shown("ahead of the next", "share")]
-    trials: tuple[PlanTrial, ...]
-
-
 class DeviceRun(Record, frozen=True):
     """One device: measured on this machine, beside what the plan predicts (modelled)."""
 
@@ -76,7 +59,6 @@ class RunReport(Record, frozen=True):
     verified: Annotated[bool | None, HIDDEN]
     reference: Annotated[str | None, shown("compared with")]
     inputs: str
-    picked: PickedPlan | None
     requests: int
     lost: int
     restarted: int
@@ -109,7 +91,6 @@ class Ran:
     compute_us: dict[str, float]
     peak_bytes: tuple[int, ...]
     faults: tuple[str, ...]
-    picked: PickedPlan | None = None
     inputs: str = ""
     reference: str | None = None
 
@@ -153,16 +134,12 @@ def run(
         option("Seconds after which a worker that blocks a step counts as lost.", default="none; on GPUs 60"),
     ] = None,
     switch_every: Annotated[int, option("Requests between two switches of the policy.", min=1)] = 8,
-    pick: Annotated[
-        bool, option("Try the plans out on these devices and run the fastest.", "--pick")
-    ] = False,
 ) -> RunReport | None:
     """Run requests through a plan, one worker process per device."""
-    plans, paths, place = [load(Plan, path) for path in plan], [str(path) for path in plan], str(plan[0])
+    plans, place = [load(Plan, path) for path in plan], str(plan[0])
     _check_devices(plans[0], devices, place)
-    check_pick(plans, pick)
     started = time.perf_counter()
-    total = requests * (2 if verify else 1) + 1 + pick
+    total = requests * (2 if verify else 1) + 1
     options: dict[str, Any] = {"transport": transport, "timeout_s": timeout}
     meeting = remote.meeting
     if meeting is not None and meeting.rank > 0:
@@ -178,14 +155,13 @@ def run(
         progress("building the model", total) as advance,
     ):
         options["hub"] = hub
-        every, depth = 0 if pick else switch_every, 1 if plain else None
-        ran, equal = _run(plans, paths, requests, verify, every, depth, options, advance)
-    return _report(plans, paths, ran, equal, started, trace)
+        depth = 1 if plain else None
+        ran, equal = _run(plans, requests, verify, switch_every, depth, options, advance)
+    return _report(plans, place, ran, equal, started, trace)
 
 
 def _run(
     plans: Sequence[Plan],
-    paths: Sequence[str],
     num: int,
     verify: bool,
     switch_every: int,
@@ -193,7 +169,7 @@ def _run(
     options: dict[str, Any],
     advance: Callable[[str], None],
 ) -> tuple[Ran, bool | None]:
-    """Every `switch_every`-th request begins under the next plan; 0: all under the fastest one."""
+    """Every `switch_every`-th request begins under the next plan."""
     from tessera.execute.worker_stepper import WorkerStepper
     from tessera.flow import requests_of, run_reference
 
@@ -206,12 +182,14 @@ def _run(
         scale = scale_of(plans[0], weights, work[0]).factor
         options |= {"scale": scale, "is_profiled": True}
         options["timeout_s"] = options["timeout_s"] or GPU_TIMEOUT_S * scale
+
+    def switched(num_done: int) -> int:
+        return num_done // switch_every % len(plans)
+
     advance("starting workers")
     with WorkerStepper(plans, weights, max_failures=MAX_FAILURES, **options) as stepper:
-        picked = None if switch_every else _try_out(stepper, paths, work, scale, advance)
-        policy = picked.number if picked else lambda num_done: num_done // switch_every % len(plans)
-        ran = run_through(stepper, work, policy, depth, advance).divided(scale)
-    ran = replace(ran, picked=picked, inputs=asked.inputs)
+        ran = run_through(stepper, work, switched, depth, advance).divided(scale)
+    ran = replace(ran, inputs=asked.inputs)
     if not verify:
         return ran, None
     ran = replace(ran, reference=LAUNCHES if on_gpus else MODEL_ITSELF)
@@ -224,36 +202,6 @@ def _run(
             equal &= is_equal(run_reference(plans[0].unit, request), result)
         advance(f"compared request {request.seed}")
     return ran, equal
-
-
-def _try_out(
-    stepper: "WorkerStepper",
-    paths: Sequence[str],
-    work: "Sequence[UnitRequest]",
-    scale: float,
-    advance: Callable[[str], None],
-) -> PickedPlan:
-    """Rates are modelled where devices are dilated."""
-    from tessera.execute.offline import EACH, pick, run_offline, try_all
-
-    advance("trying the plans out")
-    plans = stepper.plans
-
-    def run_under(number: int) -> "list[RunResult]":
-        again = [work[i % len(work)] for i in range(EACH * plans[number].microbatches)]
-        run = run_offline(stepper, again, policy=number)
-        run.raise_failures()
-        return run.results
-
-    trials = [replace(t, per_s=t.per_s * scale) for t in try_all(plans, run_under)]
-    best = pick(trials)
-    return PickedPlan(
-        number=best.plan,
-        plan=paths[best.plan],
-        policy=best.policy,
-        ahead=round(best.per_s / max(t.per_s for t in trials if t is not best) - 1.0, 4),
-        trials=tuple(PlanTrial(plan=paths[t.plan], policy=t.policy, per_s=round(t.per_s, 3)) for t in trials),
-    )
 
 
 def run_through(
@@ -280,12 +228,11 @@ def run_through(
 
 
 def _report(
-    plans: Sequence[Plan], paths: list[str], ran: Ran, equal: bool | None, started: float, trace: Path | None
+    plans: Sequence[Plan], place: str, ran: Ran, equal: bool | None, started: float, trace: Path | None
 ) -> RunReport:
     from tessera.simulate import simulate
 
-    first = ran.picked.number if ran.picked else 0
-    plan, num = plans[first], len(ran.results)
+    plan, num = plans[0], len(ran.results)
     if trace is not None:
         write_perfetto(ran.timeline, trace, simulate(plan, num))
     predicted = simulate(plan, min(num, PREDICTED_REQUESTS), is_detailed=False)
@@ -300,16 +247,14 @@ def _report(
         restarted=sum(bool(r.restarts) for r in ran.results),
         overlap=overlap(ran.timeline),
         per_device=compared(plan, ran, predicted),
-        lanes=tuple(
-            sum(r.lane == i and r.policy == first for r in ran.results) for i in range(len(plan.lanes))
-        ),
+        lanes=tuple(sum(r.lane == i and r.policy == 0 for r in ran.results) for i in range(len(plan.lanes))),
         policies={
             f"{n} {p.policy}": sum(r.policy == n and not r.error for r in ran.results)
             for n, p in enumerate(plans)
         },
         trace=str(trace) if trace else None,
         seconds=round(time.perf_counter() - started, 3),
-        place=paths[0],
+        place=place,
     )
 
 
@@ -395,20 +340,6 @@ def in_order(plan: Plan, weights: "Tensors", requests: "Sequence[UnitRequest]") 
         refuse_generators(trace)
     run = InOrder(traces, weights, driver.card(plan.cluster.devices[0].ordinal))
     return [run_reference(plan.unit, request, run) for request in requests]
-
-
-def check_pick(plans: Sequence[Plan], is_picked: bool) -> None:
-    if not is_picked:
-        return
-    if len(plans) < 2:
-        raise TesseraError("there is one plan, and nothing to pick from", "Give several.", "--pick")
-    emulated = [d.name for d in plans[0].cluster.devices if d.kind is DeviceKind.EMU]
-    if emulated:
-        raise TesseraError(
-            f"{', '.join(emulated)} compute on this machine's CPU, so how fast they are says nothing",
-            "Compare the plans with `tessera simulate`.",
-            "--pick",
-        )
 
 
 def check_runnable(trace: Trace, place: str) -> None:

@@ -98,7 +98,6 @@ class SimulatedTimeline(Record, frozen=True):
     latency_us: dict[str, float]
     utilisation: dict[str, float]
     trace: Path | None
-    page: Path | None
 
 
 class SimulatedService(Record, frozen=True):
@@ -133,7 +132,6 @@ def simulate(
         Path | None, typer.Argument(callback=ONLINE, help="With --monitor: a second service plan.")
     ] = None,
     trace: Annotated[Path | None, option("Perfetto trace to write.", default=False, callback=OFFLINE)] = None,
-    page: Annotated[Path | None, option("HTML timeline to write.", default=False, callback=OFFLINE)] = None,
     output: Annotated[Path | None, option("Timeline to write.", "-o", "--output", callback=OFFLINE)] = None,
 ) -> SimulatedTimeline | SimulatedService:
     """Run requests through a plan on a virtual clock.
@@ -166,7 +164,7 @@ def simulate(
             remedy = "Make one by: tessera plan MODEL --devices ... --output-tokens N."
             raise TesseraError("requests over time need a service plan", remedy, "--arrivals")
         advance(f"simulating {num:,} requests")
-        return simulate_steps(loaded, num, trace, page, output)
+        return simulate_steps(loaded, num, trace, output)
 
 
 def simulate_service(
@@ -223,18 +221,14 @@ def simulate_steps(
     plan: Plan,
     requests: int = NUM_REQUESTS,
     trace: Path | None = None,
-    page: Path | None = None,
     output: Path | None = None,
 ) -> SimulatedTimeline:
     from tessera import simulate as simulator
-    from tessera.plan import explain
-    from tessera.report import write_page, write_perfetto
+    from tessera.report import write_perfetto
 
     timeline = simulator.simulate(plan, requests, is_detailed=trace is not None or output is not None)
     if trace is not None:
         write_perfetto(timeline, trace)
-    if page is not None:
-        write_page(plan, timeline, page, explain(plan).verdict)
     if output is not None:
         save(timeline, output)
     per_s, busy = simulator.throughput_per_s(timeline), timeline.busy_us()
@@ -249,7 +243,6 @@ def simulate_steps(
         latency_us={name: times[int(q * (len(times) - 1))] for name, q in QUANTILES.items()},
         utilisation={name: busy.get(name, 0.0) / (timeline.makespan_us or 1.0) for name in tracks},
         trace=trace,
-        page=page,
     )
 
 

@@ -43,14 +43,9 @@ class ClassTrial(Record, frozen=True):
     edges: Annotated[int, shown("graph")]
     hazards: int
     implied: int
-    # Orders without the class: tried, with other results, with other bytes in memory.
+    # Orders without the class: tried, and with other results or other bytes in memory.
     orders: int
     differed: int
-    damaged: Annotated[int, HIDDEN]
-    # Single edges turned round, likewise.
-    reversed: int
-    reversed_differed: Annotated[int, shown("reversed, differed")]
-    reversed_damaged: Annotated[int, HIDDEN]
     necessary: Necessity
 
 

@@ -1,7 +1,7 @@
 """run_offline: a list of requests through a stepper, one request per microbatch; results in their order.
 
-Requests whose device was lost restart; they fail only if no lane is left and no device is retried. `try_all`
-runs the same requests under each plan in turns, to cancel drift. Imports no torch.
+Requests whose device was lost restart; they fail only if no lane is left and no device is retried.
+Imports no torch.
 """
 
 import math
@@ -13,13 +13,8 @@ from tessera.errors import TesseraError, WorkerError
 from tessera.execute.lanes import LoadedLane
 from tessera.execute.scheduler import Content, Scheduler, SchedulerConfig, Watcher
 from tessera.execute.stepper import DeviceLost, SpanLog, StepCall, StepDone, Stepper, Tensors
-from tessera.ir import Plan
 
 DRAIN_S = 5.0
-ROUNDS = 2
-# A plan must be this much faster to be picked over the first.
-MARGIN = 0.02
-EACH = 5
 
 
 class Request(Protocol):
@@ -194,26 +189,6 @@ class _One(Content[int]):
 
     def requests(self) -> list[int]:
         return [] if self._held is None else [self._held]
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    plan: int
-    policy: str
-    per_s: float
-
-
-def try_all(plans: Sequence[Plan], run: Callable[[int], Sequence[RunResult]]) -> list[Trial]:
-    rates: list[list[float]] = [[] for _ in plans]
-    for _ in range(ROUNDS):
-        for number in range(len(plans)):
-            rates[number].append(rate_per_s(run(number)))
-    return [Trial(number, plan.policy, sum(rates[number]) / ROUNDS) for number, plan in enumerate(plans)]
-
-
-def pick(trials: Sequence[Trial]) -> Trial:
-    best = max(trials, key=lambda t: t.per_s)
-    return trials[0] if trials[0].per_s * (1.0 + MARGIN) >= best.per_s else best
 
 
 def rate_per_s(results: Sequence[RunResult]) -> float:

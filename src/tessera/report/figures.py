@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tessera.ir import Baseline, Plan, Span, Step, Timeline
-from tessera.ir.timeline import LINK_ARROW
 from tessera.plan.explain import explain, gain_over
 
 STEP = 1000.0
@@ -107,11 +106,6 @@ class Track:
     name: str
     is_link: bool
     spans: tuple[Span, ...]
-
-    @property
-    def ends(self) -> tuple[str, str] | None:
-        src, arrow, dst = self.name.partition(LINK_ARROW)
-        return (src, dst) if self.is_link and arrow else None
 
 
 def tracks(timeline: Timeline, devices: Iterable[str] = ()) -> tuple[Track, ...]:

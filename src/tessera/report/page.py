@@ -59,10 +59,6 @@ class DrawnTimeline:
     columns: int = field(default=COLUMNS)
 
 
-def write_page(plan: Plan, timeline: Timeline, path: str | Path, verdict: str) -> None:
-    render(path, "plan_page.html", part=plan_part(Shown(plan, timeline, verdict)))
-
-
 def write_report(folder: Path, plans: Sequence[tuple[str, Shown]], path: Path) -> None:
     ordered = sorted(plans, key=lambda named: -(figures.best_baseline(named[1].plan) or ("", 0.0))[1])
     parts = [(name, plan_part(shown)) for name, shown in ordered]

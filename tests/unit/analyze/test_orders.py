@@ -12,7 +12,6 @@ from tessera.cli.trials import (
     edge_classes,
     edge_pairs,
     legal_order,
-    order_against,
     order_without,
     value_pairs,
 )
@@ -91,16 +90,6 @@ def test_an_order_without_a_class_breaks_that_class_alone(hazard: Hazard) -> Non
 
     assert order.index(dst) < order.index(src)
     assert all(order.index(a) < order.index(b) for a, b in found.others)
-
-
-def test_an_edge_turned_round_leaves_all_others() -> None:
-    """Every edge of a reduced graph can be broken alone."""
-    graph = make_graph()
-    for edge in graph.edges:
-        order = order_against(graph, edge, random.Random(1), 1)
-        broken = [(a, b) for a, b in edge_pairs(graph) if order.index(a) > order.index(b)]
-
-        assert [(edge.src, edge.dst)] == broken
 
 
 def test_renamed_memory_needs_makers_before_readers_only() -> None:

@@ -77,29 +77,6 @@ def test_slices_of_one_thread_do_not_overlap(tmp_path: Path) -> None:
     assert all(a[1] <= b[0] for own in threads.values() for a, b in pairwise(own))
 
 
-def test_arrow_leads_from_producer_over_the_link_to_the_reader(tmp_path: Path) -> None:
-    """A flow starts inside the launch before the transfer and ends inside the launch after it."""
-    spans = (
-        Span("a", "make", 0, 0, 0.0, 4.0),
-        Span("a -> b", "value", 0, 0, 4.0, 6.0, is_transfer=True),
-        Span("b", "other request", 1, 1, 6.0, 8.0),
-        Span("b", "read", 0, 0, 8.0, 10.0),
-    )
-    events = events_of(Timeline(Clock.SIMULATED, spans, ()), tmp_path)
-
-    arrow = [(e["ph"], e["ts"]) for e in events if e.get("cat") == "flow"]
-    assert [("s", 2.0), ("t", 5.0), ("f", 9.0)] == arrow
-
-
-def test_transfer_without_neighbours_has_no_arrow(tmp_path: Path) -> None:
-    """A lone transfer is drawn without a flow."""
-    lone = (Span("a -> b", "value", 0, 0, 4.0, 6.0, is_transfer=True),)
-
-    assert [] == [
-        e for e in events_of(Timeline(Clock.MEASURED, lone, ()), tmp_path) if e.get("cat") == "flow"
-    ]
-
-
 def test_requests_span_arrival_to_completion(tmp_path: Path) -> None:
     """Each request begins when it arrives and ends when it is complete."""
     events = events_of(Timeline(Clock.SIMULATED, (), ((7, 1.0, 9.0),)), tmp_path)

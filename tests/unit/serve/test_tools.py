@@ -8,16 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tessera.serve.openai.tools import CLOSE, OPEN, ForcedCalls, FoundCalls, OutputPart, calls_form
+from tessera.serve.openai.tools import CLOSE, OPEN, FoundCalls, OutputPart, calls_form
 from tessera.serve.text import ByteText
 
 NAMES = ("weather", "add")
 CALL = '{"name": "weather", "arguments": {"city": "Ulm", "days": 2}}'
 OTHER = '{"name": "unknown", "arguments": {}}'
-Reader = FoundCalls | ForcedCalls
 
 
-def read(reader: Reader, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
+def read(reader: FoundCalls, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
     """The text, and each call's name and arguments."""
     told = [x for piece in pieces for x in reader.feed(piece)] + reader.finish()
     text = ""
@@ -95,25 +94,6 @@ def test_text_is_not_held_back_without_need() -> None:
     assert [OutputPart("<tool box")] == reader.feed(" box")
 
 
-def test_forced_calls_are_told_letter_by_letter() -> None:
-    """The name as soon as it is there, then the arguments as they come, with braces and quotes in texts."""
-    arguments = r'{"a": "}{[\"\\", "b": [1, {"c": null}]}'
-    said = f'[{{"name": "add", "arguments": {arguments}}}, {{"name": "weather", "arguments": {{}}}}]'
-    reader = ForcedCalls(NAMES)
-    told = [x for letter in said for x in reader.feed(letter)]
-
-    assert OutputPart("", 0, "add") == told[0]
-    assert list(arguments) == [x.text for x in told[1 : 1 + len(arguments)]]
-    expected = [("add", arguments), ("weather", "{}")]
-    assert ("", expected) == read(ForcedCalls(NAMES), [said])
-    assert ("", expected) == read(ForcedCalls(NAMES), list(said))
-
-
-def test_a_call_that_was_cut_is_told_as_far_as_it_came() -> None:
-    """Name and the beginning of its arguments."""
-    assert ("", [("add", '{"a')]) == read(ForcedCalls(NAMES), ['[{"name": "add", "arguments": {"a'])
-
-
 def test_the_grammar_of_calls_makes_calls() -> None:
     """Whatever is drawn by it is read as calls of these tools, whose arguments follow their schemas."""
     pytest.importorskip("llguidance", reason="needs the extra 'grammar'")
@@ -145,7 +125,7 @@ def test_the_grammar_of_calls_makes_calls() -> None:
             assert guide.mask is not None
             numbers.append(rng.choice([n for n in range(258) if guide.mask[n // 32] >> n % 32 & 1]))
             guide.add(numbers[-1])
-        text, calls = read(ForcedCalls(schemas), [ByteText().decode(numbers)])
+        text, calls = read(FoundCalls(schemas), [ByteText().decode(numbers)])
         assert "" == text
         assert 1 <= len(calls) <= 3
         for name, arguments in calls:

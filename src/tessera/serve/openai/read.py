@@ -96,9 +96,8 @@ class Draft(msgspec.Struct, frozen=True, tag=True):
     # With the field that requested it; empty: any text.
     grammar: str = ""
     place: str = ""
-    # Tools that the answer may call; whether it must.
+    # Tools that the answer may call.
     tools: tuple[str, ...] = ()
-    is_forced: bool = False
     model: str = ""
 
     @property
@@ -122,7 +121,7 @@ def read_chat(raw: bytes, card: ModelCard) -> Draft:
     most = request.max_completion_tokens or request.max_tokens
     grammar, place = _form(request, tools)
     names = tuple(tool.function.name for tool in tools)
-    more = {"urls": tuple(urls), "tools": names, "is_forced": request.is_forced, "model": request.model or ""}
+    more = {"urls": tuple(urls), "tools": names, "model": request.model or ""}
     return _draft(request, card, (prompt,), most, logprobs, grammar=grammar, place=place, **more)
 
 

@@ -1,8 +1,8 @@
-"""Tool calls: their grammar, and parsers that find them in a model's output.
+"""Tool calls: their grammar, and the parser that finds them in a model's output.
 
-Forced calls have one form: [{"name": "f", "arguments": {...}}, ...]. Otherwise a call stands between
-<tool_call> and </tool_call>, or the whole answer is a JSON object or list that names known tools
-("parameters" may replace "arguments"). Anything else is text. Text that may become a call is held back.
+Forced calls are a list: [{"name": "f", "arguments": {...}}, ...]. A call stands between <tool_call> and
+</tool_call>, or the whole answer is a JSON object or list that names known tools ("parameters" may replace
+"arguments"). Anything else is text. Text that may become a call is held back.
 
 Not handled: other formats, such as Python calls.
 """
@@ -11,6 +11,8 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from tessera.serve.text import overlap
 
@@ -29,6 +31,23 @@ class OutputPart:
     name: str = ""
 
 
+class CalledTool(msgspec.Struct):
+    name: str
+    arguments: msgspec.Raw = msgspec.Raw()
+    parameters: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def text(self) -> str:
+        """The arguments as they were written; some models write them as a text."""
+        raw = bytes(self.arguments or self.parameters or b"{}")
+        return msgspec.json.decode(raw, type=str) if raw.startswith(b'"') else raw.decode()
+
+
+CALLED: msgspec.json.Decoder[list[CalledTool] | CalledTool] = msgspec.json.Decoder(
+    list[CalledTool] | CalledTool
+)
+
+
 def answer_form(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': ONE_LINE})}"
 
@@ -45,51 +64,6 @@ def calls_form(tools: Mapping[str, Mapping[str, Any]], most: int) -> str:
 
 def _head(name: str) -> str:
     return f'{{"name": {json.dumps(name)}, "arguments": '
-
-
-class ForcedCalls:
-    def __init__(self, names: Iterable[str]) -> None:
-        self._heads = {_head(name): name for name in names}
-        self.num_calls = 0
-        # None: inside the arguments.
-        self._before: str | None = ""
-        self._depth = 0
-        self._in_text = self._is_escaped = False
-
-    def feed(self, text: str) -> list[OutputPart]:
-        parts: list[OutputPart] = []
-        given = 0
-        for at, letter in enumerate(text):
-            if self._before is not None:
-                self._before = (self._before + letter).lstrip("[, ")
-                name = self._heads.get(self._before)
-                if name is not None:
-                    parts.append(OutputPart("", self.num_calls, name))
-                    self.num_calls += 1
-                    self._before, self._depth, given = None, 0, at + 1
-            elif self._is_end(letter):
-                parts += self._more(text[given:at])
-                self._before = ""
-        return parts if self._before is not None else parts + self._more(text[given:])
-
-    def finish(self) -> list[OutputPart]:
-        return []
-
-    def _more(self, text: str) -> list[OutputPart]:
-        return [OutputPart(text, self.num_calls - 1)] if text else []
-
-    def _is_end(self, letter: str) -> bool:
-        if self._in_text:
-            is_over = letter == '"' and not self._is_escaped
-            self._is_escaped = letter == "\\" and not self._is_escaped
-            self._in_text = not is_over
-        elif letter == '"':
-            self._in_text = True
-        elif letter in "{[":
-            self._depth += 1
-        elif letter in "}]":
-            self._depth -= 1
-        return self._depth < 0
 
 
 class FoundCalls:
@@ -138,28 +112,17 @@ class FoundCalls:
 
     def _calls(self, text: str) -> list[OutputPart]:
         try:
-            document = json.loads(text)
-        except (ValueError, RecursionError):
+            found = CALLED.decode(text.encode(errors="replace"))
+        except (msgspec.DecodeError, RecursionError):
             return []
-        listed = document if isinstance(document, list) else [document]
-        calls = [call for x in listed if (call := _call(x, self._names)) is not None]
-        if not len(listed) == len(calls) <= MAX_CALLS:
+        calls = found if isinstance(found, list) else [found]
+        if not 0 < len(calls) <= MAX_CALLS or not all(call.name in self._names for call in calls):
             return []
         parts: list[OutputPart] = []
-        for number, (name, arguments) in enumerate(calls, self.num_calls):
-            parts += (OutputPart("", number, name), OutputPart(arguments, number))
+        for number, call in enumerate(calls, self.num_calls):
+            parts += (OutputPart("", number, call.name), OutputPart(call.text, number))
         self.num_calls += len(calls)
         return parts
-
-
-def _call(document: object, names: frozenset[str]) -> tuple[str, str] | None:
-    if not isinstance(document, dict):
-        return None
-    name = document.get("name")
-    if not isinstance(name, str) or name not in names:
-        return None
-    arguments = document.get("arguments", document.get("parameters", {}))
-    return name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _text(text: str) -> list[OutputPart]:

@@ -20,7 +20,7 @@ from tessera import __version__
 from tessera.errors import TesseraError
 from tessera.serve.openai.errors import ApiError, api_error
 from tessera.serve.openai.read import AskBatch, EmbeddingDraft, Endpoint, ModelCard
-from tessera.serve.openai.tools import ForcedCalls, FoundCalls, OutputPart
+from tessera.serve.openai.tools import FoundCalls, OutputPart
 from tessera.serve.records import AnswerPiece, AnswerService, Ask, Event, Events, Finish, ImageDraft, Token
 from tessera.serve.single_device import SingleDeviceService, cut
 
@@ -64,8 +64,7 @@ class Writer:
         self._frames: dict[int, tuple[bytes, bytes, bytes]] = {}
         # By choice, in characters.
         self._offsets: Counter[int] = Counter()
-        reader = ForcedCalls if self._draft.is_forced else FoundCalls
-        self._readers = [reader(self._draft.tools) for _ in batch.asks] if self._draft.tools else []
+        self._readers = [FoundCalls(self._draft.tools) for _ in batch.asks] if self._draft.tools else []
 
     def whole(self, answers: Sequence[Sequence[Event]]) -> bytes:
         finishes = [event for events in answers for event in events if isinstance(event, Finish)]
