@@ -77,10 +77,11 @@ def awq(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
 def pack_quantized(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
     """As compressed-tensors: eight inputs in a word, zeros packed along outputs."""
     codes, scales, zeros, numbers = _grouped(weight, 4, torch.arange(weight.shape[1]) // GROUP)
+    padded, rows = (torch.nn.functional.pad(t, (0, -t.shape[1] % 8, 0, 0)) for t in (codes, zeros.t()))
     parts = {
-        ".weight_packed": _words([codes[:, i::8] for i in range(8)], 4),
+        ".weight_packed": _words([padded[:, i::8] for i in range(8)], 4),
         ".weight_scale": scales,
-        ".weight_zero_point": _words([zeros[i::8] for i in range(8)], 4),
+        ".weight_zero_point": _words([rows.t()[i::8] for i in range(8)], 4),
         ".weight_shape": torch.tensor(weight.shape),
     }
     return parts, numbers
@@ -136,9 +137,22 @@ def mxfp4(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
 
 
 def _compressed(kind: str, bits: int) -> dict[str, Any]:
-    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": bits}}}
+    weights = {"num_bits": bits, "group_size": GROUP if kind == "pack-quantized" else None}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
     return {"quant_method": "compressed-tensors", "format": kind, "config_groups": groups}
 
+
+def _wide(weight: torch.Tensor) -> bool:
+    """True for a layer that a test quantises in another way than others."""
+    return weight.shape[1] > 64
+
+
+_MIXED = _compressed("mixed-precision", 4) | {
+    "config_groups": {
+        "group_0": {"format": "pack-quantized", "weights": {"num_bits": 4, "group_size": GROUP}},
+        "group_1": {"format": "float-quantized", "weights": {"num_bits": 8}},
+    }
+}
 
 METHODS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], tuple[Parts, torch.Tensor]]]] = {
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP}, gptq),
@@ -149,8 +163,13 @@ METHODS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], tuple[Parts, t
         {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": True},
         lambda w: gptq(w, ordered=True, group=64),
     ),
+    "gptq-mixed": (
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "dynamic": {"+:.*down_proj": {"bits": 8}}},
+        lambda w: gptq(w, 8 if _wide(w) else 4),
+    ),
     "awq": ({"quant_method": "awq", "bits": 4, "version": "gemm"}, awq),
     "int4": (_compressed("pack-quantized", 4), pack_quantized),
+    "int4-fp8": (_MIXED, lambda w: fp8_rows(w) if _wide(w) else pack_quantized(w)),
     "int8": (_compressed("int-quantized", 8), int8_rows),
     "fp8-rows": (_compressed("float-quantized", 8), fp8_rows),
     "fp8-tensor": ({"quant_method": "modelopt", "quant_algo": "FP8"}, fp8_tensor),
@@ -162,6 +181,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"head_dim": 16},
     "qwen3_moe": {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
 }
 
@@ -189,7 +209,7 @@ def write_folder(
     published, dequantised = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for name, tensor in tensors.items():
         is_expert = method == "mxfp4" and name.endswith(("gate_up_proj", "down_proj"))
-        is_layer = method != "mxfp4" and name.endswith("proj.weight")
+        is_layer = method != "mxfp4" and name.endswith(("proj.weight", "dense_h_to_4h.weight"))
         dequantised[name] = tensor
         if is_expert or is_layer:
             parts, dequantised[name] = quantise(tensor)

@@ -19,7 +19,7 @@ from packed_factory import METHODS, write_folder
 from sampling import one_of_each, some_of
 from tessera.capture import Workload, build, record
 from tessera.capture.models import checkpoint
-from tessera.capture.models.packed import PackedWeight
+from tessera.capture.models.packed import PackedWeight, packing_of
 from tessera.capture.record import record_step
 from tessera.errors import CaptureError
 from tessera.execute.reference import Replay, same_bits
@@ -31,6 +31,7 @@ from tessera.serve.steps import served, smallest_step
 FOLDERS: list[tuple[str, str]] = [
     *((method, "llama") for method in METHODS if method != "mxfp4"),
     ("mxfp4", "gpt_oss"), ("fp8-blocks", "qwen3"), ("gptq", "qwen3_moe"), ("fp8-blocks", "qwen3_moe"),
+    ("gptq-ordered", "qwen3_moe"), ("gptq", "falcon"),
 ]  # fmt: skip
 
 
@@ -78,12 +79,15 @@ Folders = Callable[[str, str], Written]
 
 
 @pytest.mark.parametrize(
-    ("method", "family", "intermediate"), [*((*pair, 96) for pair in FOLDERS), ("mxfp4", "gpt_oss", 64)]
+    ("method", "family", "intermediate"),
+    [*((*pair, 96) for pair in FOLDERS), ("mxfp4", "gpt_oss", 64), ("int4", "llama", 100)],
 )
 def test_a_packed_model_is_its_dequantised_model(
     method: str, family: str, intermediate: int, written: Folders, tmp_path: Path
 ) -> None:
-    """The same logits from weights of a few bits; experts, also square ones, may be summed differently."""
+    """The same logits from weights of a few bits, also where words have room; experts, also square ones, may
+    be summed differently.
+    """
     if intermediate == 96:
         folder, reference = written(method, family).folder, written(method, family).reference
     else:
@@ -94,7 +98,7 @@ def test_a_packed_model_is_its_dequantised_model(
         found, wanted = (m(input_ids=words, use_cache=False).logits for m in (model, reference))
 
     assert any(isinstance(p, PackedWeight) for p in model.parameters())
-    if method == "mxfp4":
+    if (method, family) in (("mxfp4", "gpt_oss"), ("gptq-ordered", "qwen3_moe")):
         assert float((found - wanted).abs().max()) < 1e-6
     else:
         assert same_bits(wanted, found)
@@ -102,12 +106,12 @@ def test_a_packed_model_is_its_dequantised_model(
 
 @pytest.mark.parametrize(
     ("method", "family", "products"),
-    [("awq", "llama", (8, 0)), ("gptq-ordered", "llama", (14, 0)), ("mxfp4", "gpt_oss", (0, 4))],
+    [("awq", "llama", (8, 0)), ("gptq-ordered", "llama", (8, 0)), ("mxfp4", "gpt_oss", (0, 4))],
 )
 def test_a_served_step_keeps_weights_packed(
     method: str, family: str, products: tuple[int, int], written: Folders
 ) -> None:
-    """Products of one input are joined; a trace runs from the packed bytes."""
+    """Products of one input are joined, also in the same order; a trace runs from the packed bytes."""
     spec = ServeSpec(microbatches=1, rows=2, capacity=32, max_batch_tokens=8)
     workload = served(str(written(method, family).folder), spec).workloads[-1]
     trace = record(workload)
@@ -194,6 +198,7 @@ def test_weights_take_the_bytes_of_their_codes(written: Folders) -> None:
         ({"quant_method": "tomorrow"}, "tomorrow"),
         ({"bits": 4}, r"without quant_method"),
         ({"quant_method": "gptq", "bits": 3}, "GPTQ 3-bit"),
+        ({"quant_method": "gptq", "dynamic": {"+:.*up_proj": {"bits": 2}}}, "GPTQ 2-bit"),
         ({"quant_method": "awq", "version": "gemv"}, "AWQ gemv"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "ModelOpt NVFP4"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "compressed-tensors marlin-24"),
@@ -221,17 +226,47 @@ def test_a_format_that_is_not_handled_is_named(settings: dict[str, Any], name: s
         build(Step(str(tmp_path), "decode", 1, 8))
 
 
-def test_a_folder_that_lacks_scales_is_named(written: Folders, tmp_path: Path) -> None:
-    """A weight without its scales is missing, not made up."""
+@pytest.mark.parametrize(
+    ("method", "part", "message"),
+    [
+        ("gptq", "", "lack {}weight"),
+        ("gptq", "scales", "lack {}scales"),
+        ("gptq", "qzeros", "lack {}qzeros"),
+        ("gptq-ordered", "g_idx", "lack {}g_idx"),
+        ("int4", "weight_scale", "lack {}weight_scale"),
+        ("fp8-rows", "weight_scale", "{}weight in 8-bit floats, without scales"),
+    ],
+)
+def test_a_folder_that_lacks_parts_is_named(
+    method: str, part: str, message: str, written: Folders, tmp_path: Path
+) -> None:
+    """Nothing is made up."""
     from safetensors.torch import load_file, save_file
 
-    written("gptq", "llama").copy(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    kept = {n: t for n, t in tensors.items() if not n.startswith("model.layers.1.mlp.up_proj.")}
+    written(method, "llama").copy(tmp_path)
+    tensors, layer = load_file(tmp_path / "model.safetensors"), "model.layers.1.mlp.up_proj."
+    kept = {n: t for n, t in tensors.items() if not n.startswith(layer + part)}
     save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
 
-    with pytest.raises(CaptureError, match=r"lack model.layers.1.mlp.up_proj.weight"):
+    with pytest.raises(CaptureError, match=f"{tmp_path.name}: .*{message.format(layer)}"):
         build(Step(str(tmp_path), "decode", 1, 8))
+
+
+def test_a_configuration_is_found_where_tools_write_it(written: Folders, tmp_path: Path) -> None:
+    """ModelOpt's has a file of its own; a weight of 8-bit floats is never taken without its scale."""
+    written("fp8-tensor", "llama").copy(tmp_path)
+    document = json.loads((tmp_path / "config.json").read_text())
+    inner = document.pop("quantization_config")
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    with pytest.raises(CaptureError, match="in 8-bit floats, without scales"):
+        build(Step(str(tmp_path), "decode", 1, 8))
+
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    folders = tmp_path, written("fp8-tensor", "llama").folder
+    found, own = (layouts(build(Step(str(folder), "decode", 1, 8)).weights()) for folder in folders)
+
+    assert own == found
+    assert packing_of(Path(), {"text_config": {"quantization_config": inner}}) is not None
 
 
 @pytest.mark.parametrize(

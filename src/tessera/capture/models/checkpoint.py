@@ -36,6 +36,7 @@ POSITIVE = frozenset({
     "num_heads",
 })  # fmt: skip
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+BARE = ("F8_E4M3", "F8_E5M2")
 MAX_TENSORS, MAX_SECONDS = 100_000, 60.0
 # Model size to file size; files may hold 4 bits for 32.
 MAX_GROWTH = 16
@@ -279,6 +280,10 @@ def _no_weights(folder: Path) -> CaptureError:
 
 def give_transformers(build: Callable[..., Any], folder: Path | None, tensors: Tensors) -> Filled:
     """Quantised weights are read from `folder`."""
+    bare = sorted(name for name, tensor in tensors.items() if str(tensor.get_dtype()).startswith(BARE))
+    if bare and folder is None:  # a cast is no weight
+        message = f"{_some(bare)} in 8-bit floats, without scales that its configuration tells of"
+        raise CaptureError(message, f"{AGAIN[:-1]}, with its quantization_config.")
     module, told = build(
         folder,
         state_dict=None if folder else dict(tensors),
@@ -345,7 +350,9 @@ def blamed(folder: Path | str, what: str = "a model cannot be built from it") ->
     try:
         with _alone():
             yield
-    except TesseraError:
+    except TesseraError as error:
+        if type(error) is CaptureError and not error.place:
+            raise CaptureError(error.message, error.remedy, str(folder)) from error
         raise
     except Exception as error:  # untrusted numbers in library code: any error
         message = f"{what}: {type(error).__name__}: {first_line(error)}"

@@ -62,6 +62,8 @@ def config_of(folder: Path) -> Any:
     settings = checkpoint.read_settings(folder)
     if packing_of(folder, settings) is not None:  # transformers' own readers are not used
         settings = {name: value for name, value in settings.items() if name not in PACKINGS}
+        for inner in (value for value in settings.values() if isinstance(value, dict)):
+            inner.pop(PACKINGS[0], None)
     known = _transformers().CONFIG_MAPPING
     family = settings.get("model_type")
     if not isinstance(family, str) or family not in known:

@@ -13,13 +13,16 @@
 A `PackedWeight` is a parameter like another: transformers renames, stacks and joins it, so no model needs
 code of its own.
 
-Not handled: quantised activations and caches (products are weight-only), 2 and 3 bits, experts in GPTQ's
-activation order. torchao's weights are read by transformers.
+Not handled: quantised activations and caches (products are weight-only), 2 and 3 bits. torchao's weights are
+read by transformers.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import blake2b
+from itertools import product
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,7 +30,7 @@ import torch
 from torch.nn.functional import linear
 
 import tessera.kernels.packed  # noqa: F401 - registers the operators
-from tessera.capture.models.checkpoint import AGAIN, CONVERT, Tensors, first_line
+from tessera.capture.models.checkpoint import AGAIN, CONVERT, Tensors, first_line, read_json
 from tessera.errors import CaptureError
 from tessera.kernels import packing
 from tessera.kernels.packing import MIDDLE, MXFP4_BLOCK, num_columns, pack_nibbles, unpack_nibbles
@@ -39,6 +42,7 @@ UNSUPPORTED = {
     "quip": "QuIP", "marlin": "Marlin", "sinq": "SINQ", "nvfp4": "NVFP4",
 }  # fmt: skip
 PACKINGS = ("quantization_config", "compression_config")
+MODELOPT = "hf_quant_config.json"
 ELSEWHERE = ("torchao",)
 # Columns of AWQ's eight codes in 32 bits, by code.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -48,10 +52,14 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 class Packing:
     """A block of 0 rows or columns covers all."""
 
-    method: str
+    methods: tuple[str, ...]
     bits: int
     # Stored GPTQ zeros are one less.
     is_offset: bool = False
+    # Suffixes that every weight has, beside its scales.
+    needed: tuple[str, ...] = ()
+    # Bits of the layers that a pattern fits; the first counts.
+    others: tuple[tuple[str, int], ...] = ()
     # Rows and columns that share a scale, where the shapes do not tell.
     block: tuple[int, int] = (128, 128)
     # Columns of a group; the last may have fewer. 0: groups of one size.
@@ -60,7 +68,11 @@ class Packing:
 
 def packing_of(folder: Path, settings: Mapping[str, Any]) -> Packing | None:
     """None for plain weights."""
-    config = next((settings[name] for name in PACKINGS if settings.get(name)), None)
+    inner = settings.get("text_config")
+    places = [settings, inner if isinstance(inner, dict) else {}]
+    config = next((place[name] for place in places for name in PACKINGS if place.get(name)), None)
+    if config is None and (folder / MODELOPT).exists():
+        config = {**(read_json(folder / MODELOPT).get("quantization") or {}), "quant_method": "modelopt"}
     if not isinstance(config, dict):
         return None
     method = str(config.get("quant_method", "compressed-tensors" if "config_groups" in config else ""))
@@ -81,43 +93,48 @@ class _Unsupported(Exception):
 
 def _integer(config: Mapping[str, Any]) -> Packing:
     method, bits = str(config["quant_method"]), config.get("bits", 4)
-    most = (4,) if method == "awq" else (4, 8)
-    if bits not in most:
-        raise _Unsupported(f"{method.upper()} {bits}-bit")
+    dynamic = (config.get("dynamic") or {}).items()
+    others = tuple((key.removeprefix("+:"), (value or {}).get("bits", bits)) for key, value in dynamic)
+    for each in (bits, *(own for _, own in others)):
+        if each not in ((4,) if method == "awq" else (4, 8)):
+            raise _Unsupported(f"{method.upper()} {each}-bit")
     layouts = ("gemm",) if method == "awq" else ("gptq", "gptq_v2")
     layout = str(config.get("version" if method == "awq" else "checkpoint_format") or layouts[0]).lower()
     if layout not in layouts:
         raise _Unsupported(f"{method.upper()} {layout}")
-    return Packing(method, bits, layout == "gptq", group=_group(config))
+    flags = {".qzeros": config.get("zero_point", True), ".g_idx": config.get("desc_act")}
+    needed = tuple(key for key, flag in flags.items() if flag)
+    return Packing((method,), bits, layout == "gptq", needed, others, group=_group(config))
 
 
 def _float8(config: Mapping[str, Any]) -> Packing:
     algorithm = str(config.get("quant_algo", "FP8"))
     if algorithm != "FP8":
         raise _Unsupported(f"ModelOpt {algorithm}")
-    return Packing("scaled", 8, block=_block(config.get("weight_block_size")))
+    return Packing(("scaled",), 8, block=_block(config.get("weight_block_size")))
 
 
 def _compressed(config: Mapping[str, Any]) -> Packing:
     kind = str(config.get("format", ""))
     groups = [g for g in (config.get("config_groups") or {}).values() if isinstance(g, dict)]
     weights = [g["weights"] for g in groups if isinstance(g.get("weights"), dict)]
-    if kind not in ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"):
-        raise _Unsupported(f"compressed-tensors {kind or 'unnamed'}")
+    kinds = {str(g.get("format") or kind) for g in groups} or {kind}
+    for each in sorted(kinds - {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized"}):
+        raise _Unsupported(f"compressed-tensors {each or 'unnamed'}")
     if config.get("transform_config"):
         raise _Unsupported("compressed-tensors transformed")
     sparse = (config.get("sparsity_config") or {}).get("format", "dense")
     if sparse != "dense":
         raise _Unsupported(f"compressed-tensors {sparse}")
     bits = {w.get("num_bits", 8) for w in weights}
-    allowed = ({4}, {8}) if kind == "pack-quantized" else ({8},)
-    if bits not in allowed:
-        raise _Unsupported(f"compressed-tensors {kind} {'- and '.join(map(str, sorted(bits)))}-bit")
+    for each in sorted(bits - ({4, 8} if "pack-quantized" in kinds else {8})):
+        raise _Unsupported(f"compressed-tensors {kind} {each}-bit")
     block = next((w["block_structure"] for w in weights if w.get("block_structure")), None)
     sizes = {_group(w) for w in weights}
+    is_whole = kinds == {"pack-quantized"} and all(w.get("symmetric") is False for w in weights)
     return Packing(
-        "pack" if kind == "pack-quantized" else "scaled", max(bits), block=_block(block),
-        group=sizes.pop() if len(sizes) == 1 else 0,
+        ("pack", "scaled"), max(bits, default=8), needed=("_zero_point",) if is_whole else (),
+        block=_block(block), group=sizes.pop() if len(sizes) == 1 else 0,
     )  # fmt: skip
 
 
@@ -134,7 +151,7 @@ def _block(sizes: Any) -> tuple[int, int]:
 
 _METHODS: dict[str, Callable[[Mapping[str, Any]], Packing]] = {
     "gptq": _integer, "awq": _integer, "fp8": _float8, "fbgemm_fp8": _float8, "modelopt": _float8,
-    "compressed-tensors": _compressed, "mxfp4": lambda config: Packing("mxfp4", 4),
+    "compressed-tensors": _compressed, "mxfp4": lambda config: Packing(("mxfp4",), 4),
 }  # fmt: skip
 
 
@@ -143,6 +160,8 @@ class Code:
     format: str
     block: tuple[int, int]
     is_turned: bool = False
+    # Digests, one for each expert.
+    orders: tuple[str, ...] = ()
 
 
 class PackedWeight(torch.Tensor):
@@ -175,8 +194,7 @@ class PackedWeight(torch.Tensor):
     @property
     def form(self) -> object:
         """Equal for weights that can be joined along rows."""
-        is_joinable = self.order is None and self.codes.shape[-2] % self.code.block[0] == 0
-        return self.code if is_joinable else id(self)
+        return self.code if self.codes.shape[-2] % self.code.block[0] == 0 else id(self)
 
     def each(
         self, change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None
@@ -228,15 +246,25 @@ def _linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = N
 
 
 def _grouped(x: torch.Tensor, weight: PackedWeight, *, offs: torch.Tensor, **_: Any) -> torch.Tensor:
-    if not weight.code.is_turned or weight.order is not None:
+    if not weight.code.is_turned:
         _refuse("this grouped product")
     p = weight.parts
+    if weight.order is not None:
+        rows = torch.arange(len(x), dtype=offs.dtype, device=x.device)
+        expert = torch.searchsorted(offs, rows, right=True).clamp_max(len(weight) - 1)
+        x = x.gather(1, weight.order[expert])
     given = p["codes"], p["scales"], p.get("zeros"), offs
     out: torch.Tensor = torch.ops.tessera.packed_grouped(x, *given, weight.code.format, weight.code.block)
     return out
 
 
-def _turned(tensor: PackedWeight, first: int, second: int) -> PackedWeight:
+def _times(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    if isinstance(x, PackedWeight):
+        _refuse("a product from the left")
+    return _linear(x, _turned(weight))
+
+
+def _turned(tensor: PackedWeight, first: int = -2, second: int = -1) -> PackedWeight:
     if {first % tensor.dim(), second % tensor.dim()} != {tensor.dim() - 2, tensor.dim() - 1}:
         _refuse("exchange of other dimensions than the last two")
     code = replace(tensor.code, is_turned=not tensor.code.is_turned)
@@ -252,16 +280,21 @@ def _joined(tensors: Sequence[PackedWeight], dim: int = 0, *, is_new: bool = Fal
     """`is_new`: along a dimension of its own."""
     first, rank = tensors[0], tensors[0].dim() + is_new
     dim %= rank
-    is_alike = len({t.code for t in tensors}) == 1 and all(t.order is None for t in tensors)
+    codes = [replace(t.code, orders=()) if is_new else t.code for t in tensors]
     begins_block = all(t.codes.shape[-2] % t.code.block[0] == 0 for t in tensors[:-1])
-    if not is_alike or first.code.is_turned or dim > rank - (3 if is_new else 2) or not begins_block:
+    if len(set(codes)) > 1 or first.code.is_turned or dim > rank - (3 if is_new else 2) or not begins_block:
         _refuse("joining weights of different forms")
     parts = [t.parts for t in tensors]
     if any("zeros" in p for p in parts):
         middle = MIDDLE.get(first.code.format, 0)
         parts = [{"zeros": torch.full_like(p["scales"], middle, dtype=torch.int8), **p} for p in parts]
-    join = torch.stack if is_new else torch.cat
-    return PackedWeight(first.code, first.dtype, **{n: join([p[n] for p in parts], dim) for n in parts[0]})
+    join, code, order = (torch.stack if is_new else torch.cat), first.code, first.order
+    if is_new and any(t.order is not None for t in tensors):
+        same = torch.arange(first.shape[-1], device=first.device)
+        order = torch.stack([same if t.order is None else t.order for t in tensors])
+        code = replace(code, orders=tuple(digest for t in tensors for digest in t.code.orders or ("",)))
+    made = {n: join([p[n] for p in parts], dim) for n in parts[0] if n != "order"}
+    return PackedWeight(code, first.dtype, **made, order=order)
 
 
 def _rows(tensor: PackedWeight, dim: int = 0, start: int | None = 0, end: int | None = None) -> PackedWeight:
@@ -279,9 +312,11 @@ def _same(tensor: PackedWeight, *_: Any, **__: Any) -> PackedWeight:
 
 
 _aten = torch.ops.aten
+_transposed = torch.Tensor.T.__get__  # type: ignore[attr-defined]
 _PRODUCTS: dict[Any, Callable[..., Any]] = {
     linear: _linear, torch._grouped_mm: _grouped, torch.nn.functional.grouped_mm: _grouped,
-    torch.transpose: _turned, torch.Tensor.transpose: _turned,
+    torch.transpose: _turned, torch.Tensor.transpose: _turned, _transposed: _turned,
+    torch.matmul: _times, torch.Tensor.matmul: _times, torch.Tensor.__matmul__: _times,
 }  # fmt: skip
 _CHANGES: dict[Any, Callable[..., Any]] = {
     _aten.detach: _same, _aten.alias: _same, _aten.clone: lambda t, **_: t.each(torch.clone),
@@ -337,20 +372,25 @@ def packed_tensors(
     """`shapes`: the model's parameters; a weight of the exchanged shape is exchanged. `is_outline`: none has
     values, and only zeros and groups are read, which decide what a weight consists of.
     """
-    suffix, renamed, beside, types, read = _READERS[packing.method]
     result = dict(tensors)
     if is_outline:
         result = {name: Unread(partial(outline, t), t.get_dtype()) for name, t in tensors.items()}
-    for name in tensors:
+    readers = [_READERS[method] for method in packing.methods]
+    for name, (suffix, renamed, beside, types, read) in product(tensors, readers):
         base = name.removesuffix(suffix)
         parts = {key: tensors[base + key] for key in beside if base + key in tensors}
-        if parts and name.endswith(suffix):
-            for part in (name, *(base + key for key in parts)):
-                del result[part]
-            target = base + renamed
-            given = partial(_checked, target, types, partial(read, packing=packing, dtype=dtype))
-            weight = tensors[name], parts, shapes.get(target), is_outline
-            result[target] = Unread(partial(_read, given, *weight))
+        if not name.endswith(suffix) or not (parts or suffix):
+            continue
+        if lacking := [key for key in (beside[0], *packing.needed) if suffix and key not in parts]:
+            raise CaptureError(f"its weights lack {base}{lacking[0]}", AGAIN)
+        for part in (name, *(base + key for key in parts)):
+            del result[part]
+        target = base + renamed
+        bits = next((bits for pattern, bits in packing.others if re.match(pattern, base)), packing.bits)
+        own = replace(packing, bits=bits)
+        given = partial(_checked, target, types, partial(read, packing=own, dtype=dtype))
+        weight = tensors[name], parts, shapes.get(target), is_outline
+        result[target] = Unread(partial(_read, given, *weight))
     return result
 
 
@@ -362,7 +402,7 @@ def _checked(
         raise CaptureError(f"{name} is packed as {tuple(weight.shape)} of {weight.dtype}", AGAIN)
     try:
         made = read(weight, parts)
-    except (RuntimeError, IndexError, ZeroDivisionError) as error:
+    except (RuntimeError, LookupError, ZeroDivisionError) as error:
         raise CaptureError(f"{name} cannot be unpacked: {first_line(error)}", AGAIN) from error
     rows = made.codes.shape[-2], num_columns(made.codes, made.code.format, made.code.block)
     blocks = [*made.codes.shape[:-2], *(-(-n // b) for n, b in zip(rows, made.code.block, strict=True))]
@@ -387,7 +427,8 @@ def _read(
     form, block = made.code.format, made.code.block
     if packing.can_tile(made.codes, made.scales, form, block):
         codes, scales, tiled, block = packing.tile(made.codes, made.scales, made.zeros, form, block)
-        made = PackedWeight(Code(tiled, block), made.dtype, codes=codes, scales=scales, order=made.order)
+        code = replace(made.code, format=tiled, block=block)
+        made = PackedWeight(code, made.dtype, codes=codes, scales=scales, order=made.order)
     exchanged = [*made.shape[:-2], *made.shape[:-3:-1]]
     # Square experts of MXFP4 (gpt-oss) are exchanged too.
     is_sure = list(made.shape) != exchanged or form == "mxfp4"
@@ -396,7 +437,7 @@ def _read(
 
 
 def _bytes(words: torch.Tensor) -> torch.Tensor:
-    return words.contiguous().view(torch.uint8)
+    return words.flatten().view(torch.uint8).view(len(words), -1)
 
 
 def _small(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -411,11 +452,12 @@ def _integers(
     columns = codes.shape[1] * 8 // bits
     size = _columns(columns, scales.shape[1], packing)
     sorted_groups = torch.arange(columns) // size
-    order = None
+    order, orders = None, tuple[str, ...]()
     if groups is not None and not torch.equal(groups.long(), sorted_groups):
         order = torch.argsort(groups, stable=True)
         if not torch.equal(groups[order].long(), sorted_groups):
             raise IndexError(f"g_idx has no groups of {size} columns")
+        orders = (blake2b(order.numpy().tobytes(), digest_size=8).hexdigest(),)
         codes = _small(codes, bits)[:, order]
         codes = pack_nibbles(codes) if bits == 4 else codes
     if bits == 8:  # unsigned to signed
@@ -426,7 +468,7 @@ def _integers(
     middle = MIDDLE.get(f"int{bits}", 0)
     if zeros is not None:
         zeros = None if bool((zeros == middle).all()) else zeros.to(torch.int8).contiguous()
-    code = Code(f"int{bits}", (1, size))
+    code = Code(f"int{bits}", (1, size), orders=orders)
     return PackedWeight(
         code, dtype, codes=codes.contiguous(), scales=scales.contiguous(), zeros=zeros, order=order
     )
@@ -459,6 +501,10 @@ def _awq(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.dt
 
 def _pack(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.dtype) -> PackedWeight:
     codes, zeros = _bytes(weight), parts.get("_zero_point")
+    if "_shape" in parts:  # words may have codes of no column
+        columns = int(parts["_shape"][1])
+        packing = replace(packing, bits=4 if weight.shape[1] == -(-columns // 8) else 8)
+        codes = codes[:, : columns * packing.bits // 8]
     if zeros is not None and zeros.dtype is torch.int32:  # packed along rows
         zeros = _small(_bytes(zeros.t()), packing.bits).t()[: len(codes)]
     elif zeros is not None:
@@ -467,7 +513,7 @@ def _pack(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.d
 
 
 def _scaled(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.dtype) -> PackedWeight:
-    scales, zeros = parts.get("_scale_inv", parts.get("_scale")), parts.get("_zero_point")
+    scales, zeros = parts["_scale_inv" if "_scale_inv" in parts else "_scale"], parts.get("_zero_point")
     scales = scales.float() if scales.dtype is torch.float8_e8m0fnu else scales
     rows, columns = weight.shape[-2:]
     blocks = tuple(-(-n // b) for n, b in zip((rows, columns), packing.block, strict=True))
