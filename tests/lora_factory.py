@@ -27,6 +27,7 @@ def write_adapter(
     }
     config |= settings
     root = math.sqrt(rank) if config.get("use_rslora") else rank
+    patterns: dict[str, float] = config.get("alpha_pattern") or {}
     tensors = {}
     for path, layer in merged.named_modules():
         if path.rpartition(".")[2] in targets and hasattr(layer, "weight"):
@@ -35,7 +36,8 @@ def write_adapter(
             up = torch.randn(outputs, rank, generator=random) * 0.5
             tensors[f"base_model.model.{path}.lora_A.weight"] = down
             tensors[f"base_model.model.{path}.lora_B.weight"] = up
-            layer.weight.data += (up @ down) * (config["lora_alpha"] / root)
+            own = (alpha for end, alpha in patterns.items() if path.endswith(end))
+            layer.weight.data += (up @ down) * (next(own, config["lora_alpha"]) / root)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps(config))

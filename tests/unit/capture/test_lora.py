@@ -28,11 +28,11 @@ SPEC = ServeSpec(microbatches=1, rows=4, capacity=32, max_batch_tokens=8)
 @pytest.mark.parametrize("joined", [False, True], ids=["single", "joined"])
 @pytest.mark.parametrize("method", ["awq", "fp8-rows"])
 def test_every_row_has_its_own_adapter(method: str, joined: bool, tmp_path: Path) -> None:
-    """Two adapters of different ranks and layers and none, beside packed weights."""
+    """Two adapters of different ranks, layers and scales and none, beside packed weights."""
     base = write_folder(tmp_path / "base", method)
     models = [
         base,
-        write_adapter(tmp_path / "one", base, 1),
+        write_adapter(tmp_path / "one", base, 1, alpha_pattern={"0.self_attn.v_proj": 3, "v_proj": 40}),
         write_adapter(tmp_path / "two", base, 2, rank=6, targets=("k_proj", "q_proj"), use_rslora=True),
     ]
     folders = (str(tmp_path / "one"), str(tmp_path / "two"))
@@ -74,6 +74,8 @@ def test_a_served_step_takes_the_adapter_of_each_token(tmp_path: Path) -> None:
         ({"use_dora": True}, "use_dora"),
         ({"bias": "all"}, "bias = 'all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
+        ({"use_later_idea": True}, "use_later_idea"),
         ({"targets": ("lm_head",)}, r"head \(lm_head\)"),
         ({"targets": ("embed_tokens",)}, "Embedding"),
     ],
@@ -87,6 +89,20 @@ def test_what_is_not_handled_is_named(settings: dict[str, Any], name: str, tmp_p
         build(Step(str(tmp_path / "base"), "call", 1, 4, adapters=(str(tmp_path / "one"),)))
 
 
+def test_a_layer_that_is_not_called_has_no_adapter(tmp_path: Path) -> None:
+    """The model multiplies by its weight itself."""
+    from transformers import MambaConfig, MambaForCausalLM
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "state_size": 8, "vocab_size": 64}
+    model = MambaForCausalLM(MambaConfig(**sizes))
+    model.save_pretrained(tmp_path / "base")
+    write_adapter(tmp_path / "one", model, 1, targets=("in_proj", "dt_proj"))
+    spec = replace(SPEC, adapters=(("one", str(tmp_path / "one")),))
+
+    with pytest.raises(CaptureError, match=r"dt_proj are not supported: the model does not call it.*Merge"):
+        served(str(tmp_path / "base"), spec)
+
+
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     """Layers that the model lacks, and other shapes."""
     base = write_folder(tmp_path / "base", "awq")
@@ -94,6 +110,12 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     write_adapter(tmp_path / "one", wide, 1, targets=("gate",))
     with pytest.raises(CaptureError, match=r"has no .*mlp.gate"):
         build(Step(str(tmp_path / "base"), "call", 1, 4, adapters=(str(tmp_path / "one"),)))
+
+    path = tmp_path / "one" / "adapter_model.safetensors"
+    single = {name.replace("mlp.gate", "mlp.experts.0.up_proj"): t for name, t in load_file(path).items()}
+    save_file(single, path)
+    with pytest.raises(CaptureError, match=r"single expert \(.*experts.0.up_proj\) are not supported.*Merge"):
+        build(Step(str(tmp_path / "wide"), "call", 1, 4, adapters=(str(tmp_path / "one"),)))
 
     write_adapter(tmp_path / "two", base, 1, targets=("up_proj",))
     path = tmp_path / "two" / "adapter_model.safetensors"

@@ -3,14 +3,14 @@
 `add_adapters` reads peft folders. An `AdaptedLinear` holds the matrices of all adapters, padded to the
 largest rank.
 
-Refused by name: other kinds of adapters, DoRA, trained biases, modules saved whole, adapted embeddings, heads
-and experts.
+Refused by name: other kinds of adapters, DoRA, trained biases, modules saved whole, changed bases (PiSSA),
+settings that are not known, adapted embeddings, heads, experts and layers that the model does not call.
 """
 
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,17 @@ PLAIN_SETTINGS: dict[str, tuple[Any, ...]] = {
     "modules_to_save": (None, []), "fan_in_fan_out": (False, None), "trainable_token_indices": (None, [], {}),
     "target_parameters": (None, []), "layer_replication": (None, []), "use_qalora": (False, None),
     "alora_invocation_tokens": (None, []),
+    # Others (PiSSA, OLoRA, LoftQ, CorDA) change the base.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }  # fmt: skip
+# Settings that are read, or tell how the adapter was made.
+OTHER_SETTINGS = frozenset({
+    "lora_alpha", "alpha_pattern", "use_rslora", "r", "rank_pattern", "target_modules", "exclude_modules",
+    "layers_to_transform", "layers_pattern", "lora_dropout", "base_model_name_or_path", "revision",
+    "task_type", "inference_mode", "auto_mapping", "peft_version", "megatron_config", "megatron_core",
+    "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config", "qalora_group_size",
+    "ensure_weight_tying",
+})  # fmt: skip
 PREFIX = "base_model.model."
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 MERGE = "Merge it into its base model (peft: merge_and_unload), and serve that folder."
@@ -36,6 +46,7 @@ MERGE = "Merge it into its base model (peft: merge_and_unload), and serve that f
 class AdapterChoice:
     def __init__(self, num: int) -> None:
         self.num = num
+        self.is_checked = False
         self.rows: torch.Tensor | None = None
 
 
@@ -78,9 +89,24 @@ def using_adapters(model: Any, rows: torch.Tensor | None) -> Iterator[None]:
         return
     choice.rows = rows
     try:
-        yield
+        with nullcontext() if choice.is_checked or rows is None else _all_called(model):
+            yield
+        choice.is_checked |= rows is not None
     finally:
         choice.rows = None
+
+
+@contextmanager
+def _all_called(model: Any) -> Iterator[None]:
+    """A model that reads a layer's weight itself would leave the adapter out."""
+    idle = {path: layer for path, layer in model.named_modules() if isinstance(layer, AdaptedLinear)}
+    with ExitStack() as hooks:
+        for path, layer in tuple(idle.items()):
+            hook = layer.register_forward_hook(lambda *_, path=path: idle.pop(path, None) and None)
+            hooks.callback(hook.remove)
+        yield
+    if idle:
+        raise CaptureError(f"adapters of {min(idle)} are not supported: the model does not call it", MERGE)
 
 
 def add_adapters(model: Any, folders: Sequence[str]) -> None:
@@ -116,11 +142,11 @@ def _layer(model: Any, path: str, folder: str) -> Any:
         layer = model.get_submodule(path)
     except AttributeError:
         layer = None
-    if layer is None:
+    if layer is None and ".experts." not in path:
         raise CaptureError(f"the model has no {path}", "Use an adapter of this base model.", folder)
     is_head = layer is model.get_output_embeddings()
     if is_head or not isinstance(layer, torch.nn.Linear | JoinedLinear | JoinedPart):
-        what = "head" if is_head else type(layer).__name__
+        what = "head" if is_head else type(layer).__name__ if layer is not None else "single expert"
         raise CaptureError(f"adapters of a {what} ({path}) are not supported", MERGE, folder)
     return layer
 
@@ -131,8 +157,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 def _read(folder: Path) -> dict[str, Pair]:
     """The second matrix includes the scale."""
     config = checkpoint.read_json(folder / "adapter_config.json")
-    for name, values in PLAIN_SETTINGS.items():
-        if config.get(name, values[0]) not in values:
+    for name in config.keys() - OTHER_SETTINGS:
+        if config[name] not in PLAIN_SETTINGS.get(name, (None, False, [], {})):
             message = f"adapters with {name} = {config[name]!r} are not supported"
             raise CaptureError(message, MERGE, str(folder))
     tensors = checkpoint.read_weights(folder)
@@ -153,10 +179,9 @@ def _read(folder: Path) -> dict[str, Pair]:
 
 
 def _scale(config: Mapping[str, Any], path: str, rank: int, folder: Path) -> float:
-    alpha = config.get("lora_alpha", 8)
-    for pattern, value in (config.get("alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", path):
-            alpha = value
+    patterns = (config.get("alpha_pattern") or {}).items()
+    own = (value for pattern, value in patterns if re.match(rf"(.*\.)?({pattern})$", path))
+    alpha = next(own, config.get("lora_alpha", 8))
     if not isinstance(alpha, int | float) or rank < 1:
         message = f"no adapter has lora_alpha = {alpha} and rank {rank}"
         raise CaptureError(message, "Correct adapter_config.json.", str(folder))
