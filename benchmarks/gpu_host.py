@@ -68,6 +68,7 @@ def own(args: argparse.Namespace, log: Log) -> None:
     """The service, its expectation, and what it reached."""
     from benchmarks.gpu_serve_hf import named
 
+    from tessera.cli.start import lines_of
     from tessera.ir import Load
     from tessera.profile import cap_memory, parse_devices, wire
     from tessera.profile.devices import LINKS, LinkPreset
@@ -75,7 +76,6 @@ def own(args: argparse.Namespace, log: Log) -> None:
     from tessera.serve.records import ServeSpec
     from tessera.serve.rehearse import rehearse
     from tessera.serve.service import Service
-    from tessera.serve.start import lines_of
     from tessera.serve.text import ByteText
 
     began_s = time.perf_counter()

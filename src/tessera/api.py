@@ -15,7 +15,6 @@ Functions return the records of the commands of the same names; notebooks show t
 services are those of `tessera serve`, with `_` for `-`.
 """
 
-import asyncio
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,13 +23,14 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from tessera.cli import plan_model
+from tessera.cli.chat import client_of
 from tessera.cli.plan_text import PlanReasons, reasons_of
-from tessera.cli.serve import answering, running
+from tessera.cli.serve import answering
 from tessera.cli.serve_options import ServeConfig
 from tessera.cli.simulate import (
     NUM_REQUESTS,
@@ -43,14 +43,11 @@ from tessera.errors import TesseraError, UnknownName
 from tessera.ir import Load, Objective, ServicePlan, save
 from tessera.simulate.arrivals import make_arrivals
 
-if TYPE_CHECKING:
-    from fastapi import FastAPI
-
 __all__ = ["LLM", "Completion", "ModelPlan", "SamplingParams", "Server", "plan", "serve"]
 
 DEFAULT_LOAD = Load(prompt_tokens=1024, output_tokens=256)
-# Requests in the engine at once; the rest wait here.
-MAX_AT_ONCE = 512
+# Requests in flight; the rest wait here.
+MAX_AT_ONCE = 256
 
 Self = TypeVar("Self", bound="_Closing")
 Made = TypeVar("Made", "SamplingParams", ServeConfig)
@@ -213,10 +210,9 @@ class LLM(_Closing):
         """
         config = serve_config(devices=devices, **options)
         with ExitStack() as stack:
-            service, _ = stack.enter_context(running(model, config))
-            self._app, self._at_once = service.app, min(MAX_AT_ONCE, config.max_waiting)
-            # The caller may be in an event loop, as in a notebook.
-            self._thread = stack.enter_context(ThreadPoolExecutor(1, "tessera-llm"))
+            self._client = stack.enter_context(client_of(model, config))
+            at_once = min(MAX_AT_ONCE, config.max_waiting)
+            self._threads = stack.enter_context(ThreadPoolExecutor(at_once, "tessera-llm"))
             super().__init__(stack.pop_all())
 
     def generate(
@@ -261,8 +257,11 @@ class LLM(_Closing):
         if field == "messages" and "logprobs" in common:
             common |= {"top_logprobs": common["logprobs"], "logprobs": True}
         bodies = [{field: prompt, **common} for prompt in prompts]
-        documents = self._thread.submit(asyncio.run, _posted(self._app, path, bodies, self._at_once)).result()
-        return [_completion(*pair) for pair in zip(prompts, documents, strict=True)]
+        answers = list(self._threads.map(lambda body: self._client.post(path, body), bodies))
+        for status, document in answers:
+            if status != 200:
+                raise TesseraError(document["error"]["message"])
+        return [_completion(prompt, answer) for prompt, (_, answer) in zip(prompts, answers, strict=True)]
 
 
 def _completion(prompt: Any, document: dict[str, Any]) -> Completion:
@@ -270,47 +269,6 @@ def _completion(prompt: Any, document: dict[str, Any]) -> Completion:
     text = choice["text"] if "text" in choice else choice["message"]["content"]
     counts = usage["prompt_tokens"], usage["completion_tokens"]
     return Completion(prompt, text or "", choice["finish_reason"], *counts, document)
-
-
-async def _posted(
-    app: "FastAPI", path: str, bodies: Sequence[dict[str, Any]], at_once: int
-) -> list[dict[str, Any]]:
-    """The first refusal is raised."""
-    turns = asyncio.Semaphore(at_once)
-
-    async def one(body: dict[str, Any]) -> dict[str, Any]:
-        async with turns:
-            return await _post(app, path, body)
-
-    return await asyncio.gather(*map(one, bodies))
-
-
-async def _post(app: "FastAPI", path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """By ASGI, without a socket."""
-    events = [{"type": "http.request", "body": msgspec.json.encode(body)}]
-    status, answer = 0, bytearray()
-
-    async def receive() -> Any:
-        return events.pop() if events else await asyncio.Event().wait()
-
-    async def send(event: Any) -> None:
-        nonlocal status, answer
-        status = event.get("status", status)
-        answer += event.get("body", b"")
-
-    headers = [(b"content-type", b"application/json")]
-    scope: dict[str, Any] = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-    }
-    scope |= {"scheme": "http", "path": path, "raw_path": path.encode(), "root_path": ""}
-    await app(scope | {"query_string": b"", "headers": headers}, receive, send)
-    document: dict[str, Any] = msgspec.json.decode(answer)
-    if status != 200:
-        raise TesseraError(document["error"]["message"])
-    return document
 
 
 class Server(_Closing):

@@ -10,7 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 import typer
@@ -83,6 +83,14 @@ def _document(error: urllib.error.HTTPError) -> Any:
         return {"error": {"message": f"{error}: {raw[:200].decode(errors='replace')}"}}
 
 
+@contextmanager
+def client_of(model: str, config: ServeConfig) -> Iterator[ApiClient]:
+    """The model is served meanwhile."""
+    key = secrets.token_hex(16)
+    with answering(model, replace(config, port=0, api_key=[key])) as (url, _):
+        yield ApiClient(url, key)
+
+
 @dataclass(frozen=True)
 class ServerOptions:
     devices: DevicesOption = None
@@ -95,9 +103,9 @@ class ServerOptions:
         if target.startswith(("http://", "https://")):
             yield ApiClient(target, self.api_key)
             return
-        key, given = secrets.token_hex(16), asdict(self)
-        with answering(target, ServeConfig(**given | {"api_key": [key]}, port=0, effort=effort)) as (url, _):
-            yield ApiClient(url, key)
+        config = ServeConfig(**asdict(self) | {"api_key": None}, effort=effort)
+        with client_of(target, config) as client:
+            yield client
 
 
 class ChatTurn(Record, frozen=True):

@@ -23,8 +23,8 @@ from tessera.cli.serve_options import ServeConfig, log_line, logging_by
 from tessera.errors import MissingExtra
 
 if TYPE_CHECKING:
+    from tessera.cli.start import RunningService
     from tessera.serve.server import HttpServer
-    from tessera.serve.start import RunningService, ServeOptions
 
 # Python's default of 5 ms delays the engine after each step while HTTP writes: a fifth of the tokens per
 # second at steps of 10 ms.
@@ -103,23 +103,37 @@ class Listening:
 
 @contextmanager
 def listening(model: str, config: ServeConfig, meeting: Meeting | None = None) -> Iterator[Listening]:
-    check_extra()
-    from tessera.serve.server import HttpServer, bind, is_loopback
+    for module in ("fastapi", "uvicorn", "prometheus_client"):
+        if find_spec(module) is None:
+            raise MissingExtra(module, "serve")
+    from tessera.cli.start import started
+    from tessera.execute.processes import warm_up
+    from tessera.profile import cap_memory, wire
+    from tessera.serve.server import HttpServer, allowed_connections, bind, is_loopback
 
+    config.check()
     with bind(config.host, config.port) as bound, ExitStack() as stack:
         if not config.api_key and not is_loopback(config.host):
             say(
                 f"warning: everyone who reaches {config.host} can use this server; "
                 "set --api-key to require a key"
             )
-        service, options = stack.enter_context(running(model, config, meeting))
+        if meeting is None and config.ray is None:
+            warm_up()  # the fork server imports torch while this process does
+        devices, hub = stack.enter_context(gathered(config.device_names(model), meeting, config.ray, model))
+        cluster = wire(cap_memory(devices, config.memory or []), config.link or [])
+        allowed, remark = allowed_connections(config.limits.connections)
+        if remark:
+            say(f"note: {remark}")
+        with progress(f"serving {model}") as advance:
+            service = stack.enter_context(started(model, cluster, config, hub=hub, advance=advance))
 
         async def stop() -> None:
             await asyncio.to_thread(service.service.stop, 0.0)
 
-        tell = log_line if config.log_json else say
+        limits, tell = replace(config.limits, connections=allowed), log_line if config.log_json else say
         proxies, tls = config.forwarded_allow_ips, config.tls
-        yield Listening(service, HttpServer(service.app, options.limits, stop, tell, proxies, tls), bound)
+        yield Listening(service, HttpServer(service.app, limits, stop, tell, proxies, tls), bound)
 
 
 @contextmanager
@@ -146,32 +160,6 @@ def answering(model: str, config: ServeConfig) -> Iterator[tuple[str, threading.
 
 
 @contextmanager
-def running(
-    model: str, config: ServeConfig, meeting: Meeting | None = None
-) -> "Iterator[tuple[RunningService, ServeOptions]]":
-    check_extra()
-    from tessera.execute.processes import warm_up
-    from tessera.profile import cap_memory, wire
-    from tessera.serve.server import allowed_connections
-    from tessera.serve.start import started
-
-    config.check()
-    if meeting is None and config.ray is None:
-        warm_up()  # the fork server imports torch while this process does
-    with ExitStack() as stack:
-        devices, hub = stack.enter_context(gathered(config.device_names(model), meeting, config.ray, model))
-        cluster = wire(cap_memory(devices, config.memory or []), config.link or [])
-        options = config.options(cluster)
-        allowed, remark = allowed_connections(options.limits.connections)
-        if remark:
-            say(f"note: {remark}")
-        options = replace(options, limits=replace(options.limits, connections=allowed))
-        with progress(f"serving {model}") as advance:
-            service = stack.enter_context(started(model, cluster, options, hub=hub, advance=advance))
-        yield service, options
-
-
-@contextmanager
 def _stoppable() -> Iterator[None]:
     """SIGTERM acts like Ctrl-C until the server handles it, so that workers end too."""
 
@@ -183,9 +171,3 @@ def _stoppable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def check_extra() -> None:
-    for module in ("fastapi", "uvicorn", "prometheus_client"):
-        if find_spec(module) is None:
-            raise MissingExtra(module, "serve")

@@ -26,8 +26,8 @@ from tessera.ir import MEMORY_SHARE
 
 if TYPE_CHECKING:
     from tessera.ir import Cluster
+    from tessera.serve.limits import HttpLimits
     from tessera.serve.records import ServeSpec
-    from tessera.serve.start import ServeOptions
 
 # Weights may take this share of the GPUs before the CPU is taken in.
 HELD_SHARE = 0.85
@@ -184,7 +184,7 @@ class ServeConfig(MeetingOptions):
     def _holds(self, gpus: str, model: str) -> bool:
         from tessera.capture import place_of
         from tessera.profile import cap_memory, parse_devices
-        from tessera.serve.start import is_single_device
+        from tessera.serve.single_device import is_single_device
         from tessera.serve.steps import weight_bytes
 
         caps = [word for word in self.memory or () if not word.startswith("cpu")]
@@ -213,33 +213,13 @@ class ServeConfig(MeetingOptions):
         read_keys(self.api_key or ())
         _adapters(self.lora or [])
 
-    def options(self, cluster: "Cluster") -> "ServeOptions":
-        from tessera.ir import ServicePlan, load
-        from tessera.serve.limits import HttpLimits, read_keys
-        from tessera.serve.planning import default_folder
-        from tessera.serve.server import is_loopback
-        from tessera.serve.service import say
-        from tessera.serve.start import ServeOptions
+    @property
+    def limits(self) -> "HttpLimits":
+        from tessera.serve.limits import HttpLimits
 
-        return ServeOptions(
-            name=self.served_model_name or "",
-            spec=self._spec(cluster),
-            transport=self.transport,
-            max_waiting=self.max_waiting,
-            prefix_caching=self.prefix_caching,
-            keys=read_keys(self.api_key or ()),
-            is_local=is_loopback(self.host),
-            limits=HttpLimits(body_bytes=self.max_body, requests=self.max_requests, drain_s=self.drain),
-            kept=default_folder() if self.plan_cache else None,
-            plan=load(ServicePlan, self.plan) if self.plan else None,
-            root_path=self.root_path,
-            chat_template=_template(self.chat_template),
-            has_sampling_defaults=self.generation_config == "auto",
-            log=log_line if self.log_json else say,
-            traces=self.otlp_traces_endpoint,
-        )
+        return HttpLimits(body_bytes=self.max_body, requests=self.max_requests, drain_s=self.drain)
 
-    def _spec(self, cluster: "Cluster") -> "ServeSpec":
+    def spec(self, cluster: "Cluster") -> "ServeSpec":
         from tessera.ir import Load
         from tessera.serve.policies import check_policy
         from tessera.serve.records import ServeSpec, sizes_for
@@ -285,7 +265,7 @@ def _adapters(given: list[str]) -> tuple[tuple[str, str], ...]:
     return tuple(adapters.items())
 
 
-def _template(given: str) -> str:
+def template_of(given: str) -> str:
     if not given or "{" in given:
         return given
     try:

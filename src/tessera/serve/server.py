@@ -18,7 +18,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, cast
 
@@ -230,7 +230,8 @@ class HttpServer(uvicorn.Server):
             self._say(f"{wait}; interrupt again to stop at once")
         if not await self._limiter.emptied(self._limits.drain_s):
             self._say(f"{self._limiter.inside} requests did not finish in time and are stopped")
-        await self._stop()
+        with suppress(RuntimeError):  # no thread starts while the interpreter ends; the caller stops it then
+            await self._stop()
         await self._limiter.emptied(LAST_WORDS_S)
         self.should_exit = True
 

@@ -373,6 +373,10 @@ def makes_images(model: str) -> bool:
     return (Path(place_of(model)) / PIPELINE).is_file()
 
 
+def is_single_device(model: str) -> bool:
+    return makes_images(model) or embeds(model)
+
+
 def check_parts(folder: Path) -> None:
     listed = read_json(folder / PIPELINE)
     parts = [name for name, value in listed.items() if isinstance(value, list) and value and value[0]]

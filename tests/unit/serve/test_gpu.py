@@ -15,6 +15,8 @@ import cuda_stub
 from own_code import reference
 from serving_factory import GREEDY, Told, policies_of, random_ask, read, read_all, wait_for, wait_for_masks
 from steps_factory import Local, working
+from tessera.cli.serve_options import ServeConfig
+from tessera.cli.start import started
 from tessera.errors import TesseraError
 from tessera.execute.cuda.share import ShareGraph
 from tessera.execute.cuda.worker import CudaWorker
@@ -29,7 +31,6 @@ from tessera.serve.planning import Prepared
 from tessera.serve.records import Ask, Sampling, ServeSpec
 from tessera.serve.sequences import SequenceBatch
 from tessera.serve.service import Service
-from tessera.serve.start import ServeOptions, started
 from tessera.serve.steps import ServedModel, served
 from tessera.serve.text import ByteText
 
@@ -192,9 +193,12 @@ def test_the_command_serves_from_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """From a model's name and a GPU to a service that answers."""
     pytest.importorskip("fastapi")
     pytest.importorskip("prometheus_client")
-    monkeypatch.setattr("tessera.serve.start.prepare", partial(planning.prepare, is_compiled=False))
-    options = ServeOptions(spec=ServeSpec(1, 2, 32, 8, load=Load(8, 3), effort="quick"))
-    with started("tiny-llama", make_devices("cuda:0"), options) as ready:
+    monkeypatch.setattr("tessera.cli.start.prepare", partial(planning.prepare, is_compiled=False))
+    config = ServeConfig(
+        microbatches=1, seqs=2, max_model_len=32, max_batch_tokens=8, prompt_tokens=8, output_tokens=3,
+        effort="quick", plan_cache=False,
+    )  # fmt: skip
+    with started("tiny-llama", make_devices("cuda:0"), config) as ready:
         assert isinstance(ready.service, Service)
         told = wait_for(read(ready.service, Ask((1, 2, 3), 4, GREEDY, ignores_end=True)))
 

@@ -18,6 +18,7 @@ import transformers
 from packed_factory import generated, write_folder
 from serving_factory import GREEDY, read, wait_for
 from tessera.capture.divide import experts_of
+from tessera.cli.start import lines_of
 from tessera.errors import PlanInfeasible
 from tessera.ir import BufferKind, Load
 from tessera.plan.host import host_placements
@@ -29,7 +30,6 @@ from tessera.serve.planning import Prepared, prepare
 from tessera.serve.policies import ServicePlanner
 from tessera.serve.records import Ask, ServeSpec
 from tessera.serve.service import Service
-from tessera.serve.start import lines_of
 from tessera.serve.steps import served
 from tessera.serve.text import ByteText
 

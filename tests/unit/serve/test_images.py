@@ -19,11 +19,17 @@ openai = pytest.importorskip("openai", reason="needs openai")
 image = pytest.importorskip("PIL.Image", reason="needs pillow")
 
 from http_factory import Running, serving, wait_until  # noqa: E402
+from tessera.cli.serve_options import ServeConfig  # noqa: E402
+from tessera.cli.start import started  # noqa: E402
 from tessera.errors import ArtifactError  # noqa: E402
 from tessera.serve.metrics import Metrics  # noqa: E402
 from tessera.serve.openai.read import Endpoint, ModelCard  # noqa: E402
-from tessera.serve.single_device import SingleDeviceService, TextToImage, makes_images  # noqa: E402
-from tessera.serve.start import is_single_device, started  # noqa: E402
+from tessera.serve.single_device import (  # noqa: E402
+    SingleDeviceService,
+    TextToImage,
+    is_single_device,
+    makes_images,
+)
 from tessera.serve.text import ByteText  # noqa: E402
 
 MODEL = "small-diffusion"
@@ -187,6 +193,6 @@ def test_a_pipelines_folder_is_served(folder: Path) -> None:
     from tessera.profile import parse_devices, wire
 
     assert is_single_device(str(folder))
-    with started(str(folder), wire(parse_devices("cpu"), [])) as running:
+    with started(str(folder), wire(parse_devices("cpu"), []), ServeConfig()) as running:
         assert {"model": MODEL, "devices": ["cpu"]} == running.facts
         assert "single-device" == running.service.snapshot().policy

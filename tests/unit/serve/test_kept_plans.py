@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from serving_factory import toy_policies
+from tessera.cli.start import lines_of
 from tessera.ir import Load
 from tessera.profile import make_cluster, parse_devices
 from tessera.serve import planning
 from tessera.serve.pages import steady
 from tessera.serve.planning import MAX_KEPT, KeptModel, Prepared, find, keep, key_of, prepare
 from tessera.serve.records import ServeSpec, Shape
-from tessera.serve.start import lines_of
 from tessera.serve.steps import served
 
 MODEL = KeptModel(Shape(1, 2, 32, (2, 8), 64, 258), 4096, {"w": torch.ones(64)})
@@ -129,7 +129,7 @@ def test_a_little_more_or_less_memory_finds_the_same_plans() -> None:
 def test_a_start_by_kept_plans_imports_no_model_code() -> None:
     """What builds and plans takes longer to import than all the rest."""
     code = (
-        "import sys, tessera.serve.app, tessera.serve.rehearse, tessera.serve.start; "
+        "import sys, tessera.serve.app, tessera.serve.rehearse, tessera.cli.start; "
         "sys.exit(str({'transformers', 'scipy', 'torch._dynamo', 'tessera.flow'} & sys.modules.keys() or ''))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

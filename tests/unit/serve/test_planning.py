@@ -15,6 +15,7 @@ from paged_mixer import Mixer, generated, plain_model
 from sampling import num_layers
 from serving_factory import GREEDY, read_all, wait_for
 from tessera.capture import build, record
+from tessera.cli.start import Phases
 from tessera.errors import CaptureError, DeviceMemoryError, PlanInfeasible, TesseraError, UnknownName
 from tessera.execute.lanes import devices_of
 from tessera.execute.lower import lower
@@ -30,7 +31,6 @@ from tessera.serve.planning import prepare
 from tessera.serve.records import Ask, ServeSpec
 from tessera.serve.rehearse import rehearse
 from tessera.serve.service import Service
-from tessera.serve.start import Phases
 from tessera.serve.steps import servable_models, served, sizes_of, state_bytes
 from tessera.serve.text import ByteText
 

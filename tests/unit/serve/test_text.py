@@ -9,11 +9,12 @@ from benchmarks.coverage_models import MODELS
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tessera.cli.serve_options import ServeConfig
+from tessera.cli.start import started
 from tessera.errors import ArtifactError, AskError, TesseraError
 from tessera.profile import make_cluster, parse_devices
 from tessera.serve.openai.errors import ApiError
 from tessera.serve.openai.read import Draft, ModelCard, read_chat
-from tessera.serve.start import started
 from tessera.serve.text import (
     BEGIN,
     END,
@@ -205,10 +206,13 @@ def test_a_missing_tokenizer_is_told_before_anything_is_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     next(model for model in MODELS if model.name == "falcon").write(tmp_path)
-    monkeypatch.setattr("tessera.serve.start.prepare", lambda *given, **more: pytest.fail("it was planned"))
+    monkeypatch.setattr("tessera.cli.start.prepare", lambda *given, **more: pytest.fail("it was planned"))
     cluster = make_cluster(parse_devices("cpu"), "pcie4")
 
-    with pytest.raises(ArtifactError, match="has no tokenizer"), started(str(tmp_path), cluster):
+    with (
+        pytest.raises(ArtifactError, match="has no tokenizer"),
+        started(str(tmp_path), cluster, ServeConfig()),
+    ):
         pass
 
 

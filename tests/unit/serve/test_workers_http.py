@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 
 from http_factory import listening
+from tessera.cli.serve_options import ServeConfig
+from tessera.cli.start import started
 from tessera.profile import make_cluster, parse_devices
-from tessera.serve.records import ServeSpec
-from tessera.serve.start import ServeOptions, started
 
 # Within so long it answers again.
 LIMIT_S = 30.0
@@ -20,9 +20,11 @@ ASK = {"prompt": [5, 6, 7, 8, 9], "max_tokens": 12, "temperature": 0, "ignore_eo
 def test_a_service_whose_workers_are_all_killed_answers_again() -> None:
     """Also where the first replacement is killed while it starts: the same tokens, and both devices there."""
     cluster = make_cluster(parse_devices("emu:a100,emu:l40s"), "pcie4")
-    options = ServeOptions(spec=ServeSpec(2, 2, 48, 16, effort="quick"))
+    config = ServeConfig(
+        microbatches=2, seqs=2, max_model_len=48, max_batch_tokens=16, effort="quick", plan_cache=False
+    )
     with (
-        started("tiny-llama", cluster, options) as ready,
+        started("tiny-llama", cluster, config) as ready,
         listening(ready.app) as server,
         httpx.Client(base_url=server.url, timeout=LIMIT_S) as client,
     ):

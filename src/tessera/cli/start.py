@@ -6,20 +6,22 @@ Encoders and pipelines are served on the first device, without plans and workers
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tessera.capture import place_of
+from tessera.cli.serve_options import ServeConfig, log_line, template_of
 from tessera.errors import TesseraError
 from tessera.execute.worker_stepper import MakeHub
-from tessera.ir import BufferKind, Cluster, DeviceKind, GroupSize, ServicePlan
+from tessera.ir import BufferKind, Cluster, DeviceKind, GroupSize, ServicePlan, load
 from tessera.kernels import PAGE
 from tessera.serve.background import PlannerProcess
-from tessera.serve.limits import HttpLimits
-from tessera.serve.planning import Prepared, prepare
-from tessera.serve.records import COST_ERROR, ServeSpec
+from tessera.serve.limits import read_keys
+from tessera.serve.planning import Prepared, default_folder, prepare
+from tessera.serve.records import COST_ERROR
 from tessera.serve.service import Service, say
+from tessera.serve.single_device import is_single_device
 from tessera.serve.text import open_text, sampling_defaults
 
 if TYPE_CHECKING:
@@ -28,30 +30,6 @@ if TYPE_CHECKING:
     from tessera.serve.metrics import Metrics
     from tessera.serve.openai.read import Endpoint
     from tessera.serve.single_device import SingleDeviceService
-
-
-@dataclass(frozen=True)
-class ServeOptions:
-    # For clients; empty: the model's name, or the last part of its folder.
-    name: str = ""
-    spec: ServeSpec = field(default_factory=ServeSpec)
-    transport: str = "auto"
-    max_waiting: int = 1024
-    prefix_caching: bool = True
-    keys: tuple[str, ...] = ()
-    is_local: bool = True
-    limits: HttpLimits = field(default_factory=HttpLimits)
-    # None: always plan.
-    kept: Path | None = None
-    # None: planned at the start.
-    plan: ServicePlan | None = None
-    # Behind a proxy, as /llm.
-    root_path: str = ""
-    chat_template: str = ""
-    # From generation_config.json.
-    has_sampling_defaults: bool = True
-    log: Callable[[str], None] = say
-    traces: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,29 +67,30 @@ class Phases:
 def started(
     model: str,
     cluster: Cluster,
-    options: ServeOptions | None = None,
+    config: ServeConfig,
     *,
     hub: MakeHub | None = None,
     advance: Callable[[str], None] = lambda what: None,
 ) -> Iterator[RunningService]:
     """`hub` connects workers of other machines."""
-    options = options or ServeOptions()
-    name = options.name or (Path(model).name if Path(model).is_dir() else model)
+    name = config.served_model_name or (Path(model).name if Path(model).is_dir() else model)
     with ExitStack() as stack:
         if is_single_device(model):
             advance(f"building {model}")
-            yield _single_device(model, name, cluster, options, stack)
+            yield _single_device(model, name, cluster, config, stack)
         else:
-            yield _planned(model, name, cluster, options, stack, hub, Phases(advance))
+            yield _planned(model, name, cluster, config, stack, hub, Phases(advance))
 
 
-def _app(endpoint: "Endpoint", metrics: "Metrics", options: ServeOptions, stack: ExitStack) -> "FastAPI":
+def _app(endpoint: "Endpoint", metrics: "Metrics", config: ServeConfig, stack: ExitStack) -> "FastAPI":
     from tessera.serve.app import create_app
+    from tessera.serve.server import is_loopback
     from tessera.serve.tracing import add_traces
 
-    app = create_app(endpoint, metrics, options.limits, options.keys, options.is_local, options.root_path)
-    if options.traces:
-        add_traces(app, endpoint.card.model, options.traces, stack)
+    keys, is_local = read_keys(config.api_key or ()), is_loopback(config.host)
+    app = create_app(endpoint, metrics, config.limits, keys, is_local, config.root_path)
+    if config.otlp_traces_endpoint:
+        add_traces(app, endpoint.card.model, config.otlp_traces_endpoint, stack)
     stack.enter_context(closing(app.state.reading))
     return app
 
@@ -120,7 +99,7 @@ def _planned(
     model: str,
     name: str,
     cluster: Cluster,
-    options: ServeOptions,
+    config: ServeConfig,
     stack: ExitStack,
     hub: MakeHub | None,
     advance: Phases,
@@ -129,12 +108,14 @@ def _planned(
     from tessera.serve.metrics import Metrics
     from tessera.serve.openai.read import Endpoint, ModelCard
 
-    text = open_text(place_of(model), options.chat_template)  # first: a missing tokenizer is told at once
-    prepared = prepare(model, cluster, options.spec, plan=options.plan, kept=options.kept, advance=advance)
+    text = open_text(place_of(model), template_of(config.chat_template))  # first: it may be missing
+    spec, plan = config.spec(cluster), load(ServicePlan, config.plan) if config.plan else None
+    kept = default_folder() if config.plan_cache else None
+    prepared = prepare(model, cluster, spec, plan=plan, kept=kept, advance=advance)
     advance("starting workers")
     shape = prepared.model.shape
     sight, eyes = prepared.model.senses() or (None, None)
-    stepper = stack.enter_context(prepared.workers(options.transport, hub))
+    stepper = stack.enter_context(prepared.workers(config.transport, hub))
     planner = None
     if prepared.planner is not None:
         planner = stack.enter_context(closing(PlannerProcess(prepared.planner)))
@@ -145,16 +126,16 @@ def _planned(
         shape,
         text,
         model=name,
-        max_waiting=options.max_waiting,
-        prefix_caching=options.prefix_caching,
+        max_waiting=config.max_waiting,
+        prefix_caching=config.prefix_caching,
         meters=metrics,
         sight=sight,
         planner=planner,
-        log=options.log,
+        log=log_line if config.log_json else say,
     )
-    adapters = tuple(adapter for adapter, _ in options.spec.adapters)
+    adapters = tuple(adapter for adapter, _ in spec.adapters)
     mark = eyes.mark if eyes else ""
-    sampling = sampling_defaults(place_of(model)) if options.has_sampling_defaults else ()
+    sampling = sampling_defaults(place_of(model)) if config.generation_config == "auto" else ()
     card = ModelCard(
         name, text, shape.max_tokens, shape.vocab_size, mark, adapters=adapters, sampling=sampling
     )
@@ -172,25 +153,19 @@ def _planned(
         "pool_tokens": shape.pool_tokens,
         "policy": service.policy,
     }
-    app, lines = _app(endpoint, metrics, options, stack), lines_of(prepared)
+    app, lines = _app(endpoint, metrics, config, stack), lines_of(prepared)
     return RunningService(name, service, app, (*lines, advance.line()), facts)
 
 
-def is_single_device(model: str) -> bool:
-    from tessera.serve.single_device import embeds, makes_images
-
-    return makes_images(model) or embeds(model)
-
-
 def _single_device(
-    model: str, name: str, cluster: Cluster, options: ServeOptions, stack: ExitStack
+    model: str, name: str, cluster: Cluster, config: ServeConfig, stack: ExitStack
 ) -> RunningService:
     from tessera.serve.metrics import Metrics
     from tessera.serve.openai.read import Endpoint, ModelCard
     from tessera.serve.single_device import Encoder, SingleDeviceService, TextToImage, makes_images
     from tessera.serve.text import ByteText
 
-    if options.spec.adapters:
+    if config.lora:
         raise TesseraError(f"{name} is no language model, so it has no adapters", "Leave --lora out.")
     first = cluster.devices[0]
     device = f"cuda:{first.ordinal}" if first.kind is DeviceKind.CUDA else "cpu"
@@ -199,14 +174,14 @@ def _single_device(
         service, makes = SingleDeviceService(TextToImage.open(model, device), name), "pictures from words"
         card = ModelCard(name, ByteText(), 0, 0, makes="pictures")
     else:
-        encoder = Encoder.open(model, device, options.spec.random_weights)
+        encoder = Encoder.open(model, device, config.random_weights)
         service, makes = SingleDeviceService(encoder, name), f"embeddings of {encoder.size} numbers"
-        most, pooling = min(encoder.max_tokens, options.spec.capacity or encoder.max_tokens), encoder.pooling
+        most, pooling = min(encoder.max_tokens, config.max_model_len or encoder.max_tokens), encoder.pooling
         text, sizes = open_text(place_of(model)), pooling.sizes
         card = ModelCard(name, text, most, encoder.vocab_size, "", pooling.prompt, sizes, "vectors")
         facts |= {"max_len": most, "dimensions": encoder.size}
     stack.enter_context(service)
-    app = _app(Endpoint(card, service, int(time.time())), Metrics(name, service.snapshot), options, stack)
+    app = _app(Endpoint(card, service, int(time.time())), Metrics(name, service.snapshot), config, stack)
     return RunningService(f"{name} ({makes})", service, app, (), facts)
 
 
