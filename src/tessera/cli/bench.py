@@ -1,11 +1,10 @@
 """tessera bench serve: load a running server and report throughput, latencies and errors."""
 
 import asyncio
-from dataclasses import dataclass
-from enum import StrEnum
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -16,6 +15,7 @@ from tessera.cli.output import (
     Record,
     excludes,
     needs,
+    only_if,
     option,
     positive,
     printed,
@@ -123,55 +123,52 @@ class BenchServe(Columns, frozen=True):  # type: ignore[call-arg, misc, valid-ty
         return None
 
 
-class EndpointName(StrEnum):
-    CHAT = "chat"
-    COMPLETIONS = "completions"
-
-
 ARRIVALS_HELP = "Arrival times as in `tessera simulate --arrivals`, for example a CSV log."
 TWICE = "--rate and --arrivals both say when to send; give one of them"
+NEEDS_RATE = only_if(lambda given: given.get("rate_per_s"), "needs --rate")
 
 
 @dataclass(frozen=True)
 class SentRequests:
-    requests: Annotated[int | None, option("Number of requests.", default="200, or all of a log", min=1)] = (
-        None
-    )
+    """Options by the names of `LoadOptions`."""
+
+    num_requests: Annotated[
+        int | None, option("Number of requests.", "--requests", default="200, or all of a log", min=1)
+    ] = None
     concurrency: Annotated[int, option("Maximum number of requests in flight.", min=1)] = 32
-    rate: Annotated[
+    rate_per_s: Annotated[
         float | None,
         option(
-            "Requests per second.", default="as fast as they are answered", is_eager=True, callback=positive
+            "Requests per second.",
+            "--rate", default="as fast as they are answered", is_eager=True, callback=positive,
         ),
-    ] = None
+    ] = None  # fmt: skip
     burstiness: Annotated[
         float,
-        option(
-            "1: Poisson arrivals; less: bursts; more: even gaps.", callback=needs("rate"), min=1e-3, max=1e3
-        ),
+        option("1: Poisson arrivals; less: bursts; more: even gaps.", callback=NEEDS_RATE, min=1e-3, max=1e3),
     ] = 1.0
-    arrivals: Annotated[str | None, option(ARRIVALS_HELP, callback=excludes("rate", TWICE))] = None
+    arrivals: Annotated[str | None, option(ARRIVALS_HELP, callback=excludes("rate_per_s", TWICE))] = None
     prompt_tokens: Annotated[
         int | None, option("Tokens per prompt, about; with a log: at most.", default="64", min=1)
     ] = None
-    prefix_tokens: Annotated[
-        int | None, option("Tokens of a prefix common to all prompts.", default="none", min=1)
-    ] = None
+    prefix_tokens: Annotated[int, option("Tokens of a prefix common to all prompts.", min=0)] = 0
     output_tokens: Annotated[
         int | None, option("Tokens per answer; with a log: at most.", default="32", min=1)
     ] = None
-    endpoint: Annotated[EndpointName, option("Endpoint.")] = EndpointName.CHAT
+    api: Annotated[Literal["chat", "completions"], option("Endpoint.", "--endpoint")] = "chat"
     model: Annotated[str | None, option("Model name.", default="the server's first")] = None
-    ignore_eos: Annotated[bool, option("Ask for answers of full length, as vLLM allows.")] = True
+    ignores_end: Annotated[
+        bool, option("Ask for answers of full length, as vLLM allows.", "--ignore-eos/--no-ignore-eos")
+    ] = True
     verify: Annotated[
         bool, option("Compare each answer with the answer given alone.", "--verify", is_eager=True)
     ] = False
-    distinct: Annotated[
+    num_distinct: Annotated[
         int | None,
-        option("Number of distinct prompts.", default="20", callback=needs("verify"), min=1),
+        option("Number of distinct prompts.", "--distinct", default="20", callback=needs("verify"), min=1),
     ] = None
-    timeout: Annotated[
-        float, option("Seconds after which a request counts as failed.", min=1e-3, max=86_400)
+    timeout_s: Annotated[
+        float, option("Seconds after which a request counts as failed.", "--timeout", min=1e-3, max=86_400)
     ] = 600.0
     seed: Annotated[int, option("Seed of prompts and arrival times.")] = 0
 
@@ -179,23 +176,12 @@ class SentRequests:
         from tessera.serve.load import LoadOptions
         from tessera.simulate.arrivals import make_arrivals
 
-        log = self.arrivals and make_arrivals(self.arrivals, self.requests, self.seed)
-        return LoadOptions(
-            num_requests=self.requests or NUM_REQUESTS,
-            concurrency=self.concurrency,
-            rate_per_s=self.rate,
-            burstiness=self.burstiness,
-            arrivals=log or None,
-            prompt_tokens=self.prompt_tokens,
-            output_tokens=self.output_tokens,
-            api=self.endpoint.value,
-            model=self.model,
-            ignores_end=self.ignore_eos,
-            num_distinct=(self.distinct or NUM_DISTINCT) if self.verify else None,
-            seed=self.seed,
-            timeout_s=self.timeout,
-            prefix_tokens=self.prefix_tokens or 0,
-        )
+        given = asdict(self) | {"num_requests": self.num_requests or NUM_REQUESTS}
+        if self.arrivals:
+            given["arrivals"] = make_arrivals(self.arrivals, self.num_requests, self.seed)
+        if given.pop("verify"):
+            given["num_distinct"] = self.num_distinct or NUM_DISTINCT
+        return LoadOptions(**given)
 
 
 def bench_serve(

@@ -8,19 +8,17 @@ Verification sends a few distinct prompts alone first; under load each greedy an
     itl   between two events with text            e2el  to the end
 
 Times are the client's, over answered requests: streams that reach `[DONE]` with a finish reason. Everything
-else is a `LoadError`. Not handled: redirects, proxies and HTTP/2.
+else is a `LoadError`. Not handled: redirects, proxies, HTTP/2 and events of several lines.
 """
 
 import asyncio
-import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal
-from urllib.parse import urlsplit
+from typing import Any, Literal, NamedTuple
 
 import aiohttp
 import msgspec
@@ -38,7 +36,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 QUANTILES = {"median": 50.0, "p90": 90.0, "p99": 99.0}
 # The server may be closing connections that are idle longer.
 MAX_IDLE_S = 1.0
-MAX_BODY_BYTES = 64 << 20
+MAX_LINE_BYTES = 4 << 20
 SHOWN_CHARS = 300
 
 Api = Literal["chat", "completions"]
@@ -52,99 +50,32 @@ class ServerAddress:
 
 def parse_address(url: str, api_key: str | None = None) -> ServerAddress:
     """A trailing `/v1` is left out."""
-    parts = urlsplit(url if "://" in url else f"http://{url}")
+    base = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
+    return ServerAddress(base, (("Authorization", f"Bearer {api_key}"),) if api_key else ())
+
+
+class Client(NamedTuple):
+    session: aiohttp.ClientSession
+    base: str
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """Errors of a connection, by kind."""
     try:
-        is_wrong = parts.port == 0
-    except ValueError:
-        is_wrong = True
-    if parts.scheme not in ("http", "https") or not parts.hostname or is_wrong:
-        raise LoadError("url", f"'{url}' is not a server's URL", "Write http://127.0.0.1:8000.", "--url")
-    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-        raise LoadError("url", "the key must be printable ASCII", place="--api-key")
-    path = parts.path.rstrip("/").removesuffix("/v1")
-    headers = (("Authorization", f"Bearer {api_key}"),) if api_key else ()
-    return ServerAddress(f"{parts.scheme}://{parts.netloc}{path}", headers)
-
-
-class Reply:
-    def __init__(self, status: int = 200, is_events: bool = False) -> None:
-        self.status, self._is_events = status, is_events
-        self.body = bytearray()
-        # (time, data)
-        self.events: list[tuple[float, bytes]] = []
-        self.first_s: float | None = None
-
-    def take(self, data: bytes, now_s: float) -> None:
-        if self.first_s is None:
-            self.first_s = now_s
-        self.body += data
-        if self._is_events:
-            if b"\r" in self.body:
-                self.body = self.body.replace(b"\r\n", b"\n")
-            *whole, self.body = self.body.split(b"\n\n")
-            for event in whole:
-                lines = (line for line in bytes(event).split(b"\n") if line.startswith(b"data:"))
-                if data := b"\n".join(line[5:].removeprefix(b" ") for line in lines):
-                    self.events.append((now_s, data))
-        if len(self.body) > MAX_BODY_BYTES:
-            raise LoadError("protocol", f"an answer of more than {MAX_BODY_BYTES} bytes")
-
-    @property
-    def message(self) -> str:
-        try:
-            message = _error_message(msgspec.json.decode(self.body, type=_Event).error)
-        except msgspec.DecodeError:
-            message = ""
-        return message or _short(bytes(self.body)) or f"status {self.status} without a message"
-
-
-class Client:
-    def __init__(self, session: aiohttp.ClientSession, address: ServerAddress) -> None:
-        self._session, self._address = session, address
-
-    async def ask(self, method: str, path: str, body: bytes | None = None) -> Reply:
-        kind = {} if body is None else {"Content-Type": "application/json"}
-        reply: Reply | None = None
-        try:
-            async with self._session.request(
-                method, self._address.base + path, data=body, headers=kind, allow_redirects=False
-            ) as response:
-                reply = Reply(response.status, response.content_type == "text/event-stream")
-                async for data in response.content.iter_any():
-                    reply.take(data, time.perf_counter())
-                return reply
-        except TimeoutError:
-            limit_s = self._session.timeout.total
-            raise LoadError("timeout", f"no complete answer within {limit_s:g} s") from None
-        except aiohttp.ClientConnectorError as error:
-            place = self._address.base.partition("://")[2]
-            said = getattr(error, "os_error", error)
-            raise LoadError("connect", f"cannot connect: {said}", "Is the server running?", place) from None
-        except (aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError) as error:
-            if isinstance(error, aiohttp.ClientPayloadError) and "Not enough data" not in str(error):
-                raise _no_http(error) from None
-            where = "before it answered" if reply is None else "in the middle of an answer"
-            raise LoadError("closed", f"the server closed the connection {where}") from None
-        except (aiohttp.ClientResponseError, aiohttp.http.HttpProcessingError) as error:
-            raise _no_http(error) from None
-        except OSError as error:
-            raise LoadError("reset", str(error)) from None
-
-
-@asynccontextmanager
-async def connected(address: ServerAddress, timeout_s: float) -> AsyncIterator[Client]:
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=MAX_IDLE_S),
-        headers=dict(address.headers),
-        timeout=aiohttp.ClientTimeout(total=timeout_s),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        auto_decompress=False,
-    ) as session:
-        yield Client(session, address)
-
-
-def _no_http(error: Exception) -> LoadError:
-    return LoadError("protocol", f"the answer is not HTTP/1.1: {_short(str(error).encode())}")
+        yield
+    except TimeoutError:
+        raise LoadError("timeout", "no complete answer in time") from None
+    except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
+        message = f"'{error}' is not a server's URL"
+        raise LoadError("url", message, "Write http://127.0.0.1:8000.", "--url") from None
+    except aiohttp.ClientConnectorError as error:
+        message, place = f"cannot connect: {error.os_error}", f"{error.host}:{error.port}"
+        raise LoadError("connect", message, "Is the server running?", place) from None
+    except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
+        raise LoadError("closed", f"the server closed the connection: {_short(str(error))}") from None
+    except (aiohttp.ClientError, aiohttp.http.HttpProcessingError, ValueError) as error:
+        raise LoadError("protocol", f"the answer is not HTTP/1.1: {_short(str(error))}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,30 +94,6 @@ class Generation:
     @property
     def num_tokens(self) -> int:
         return len(self.gaps_s) + 1 if self.output_tokens is None else self.output_tokens
-
-
-async def generate(
-    client: Client,
-    api: Api,
-    model: str,
-    prompt: str,
-    max_tokens: int,
-    ignores_end: bool,
-    fields: Mapping[str, Any],
-) -> Generation:
-    asked: dict[str, Any] = {"model": model, "temperature": 0.0, "stream": True}
-    asked["stream_options"] = {"include_usage": True}
-    if ignores_end:
-        asked["ignore_eos"] = True
-    if api == "chat":
-        path = "/v1/chat/completions"
-        asked |= {"messages": [{"role": "user", "content": prompt}], "max_completion_tokens": max_tokens}
-    else:
-        path = "/v1/completions"
-        asked |= {"prompt": prompt, "max_tokens": max_tokens}
-    start_s = time.perf_counter()
-    reply = await client.ask("POST", path, json.dumps(asked | dict(fields)).encode())
-    return read_stream(reply, start_s, time.perf_counter())
 
 
 class _Delta(msgspec.Struct):
@@ -210,16 +117,43 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
-def read_stream(reply: Reply, start_s: float, end_s: float) -> Generation:
-    if reply.status != 200:
-        raise LoadError(f"http {reply.status}", reply.message)
-    if not reply.events:
-        raise LoadError("stream", "the answer is not a stream of events")
+async def generate(
+    client: Client,
+    api: Api,
+    model: str,
+    prompt: str,
+    max_tokens: int,
+    ignores_end: bool,
+    fields: Mapping[str, Any],
+) -> Generation:
+    asked: dict[str, Any] = {"model": model, "temperature": 0.0, "stream": True}
+    asked["stream_options"] = {"include_usage": True}
+    if ignores_end:
+        asked["ignore_eos"] = True
+    if api == "chat":
+        path = "/v1/chat/completions"
+        asked |= {"messages": [{"role": "user", "content": prompt}], "max_completion_tokens": max_tokens}
+    else:
+        path = "/v1/completions"
+        asked |= {"prompt": prompt, "max_tokens": max_tokens}
+    start_s = time.perf_counter()
+    with _named():
+        async with client.session.post(client.base + path, json=asked | dict(fields)) as response:
+            if response.status != 200:
+                raise LoadError(f"http {response.status}", _message(response.status, await response.read()))
+            return await _read_stream(response, start_s)
+
+
+async def _read_stream(response: aiohttp.ClientResponse, start_s: float) -> Generation:
     texts: list[str] = []
     times_s: list[float] = []
-    usage = _Usage()
-    reason, is_over = None, False
-    for when_s, data in reply.events:
+    usage, reason, first_s, is_over = _Usage(), None, 0.0, False
+    async for line in response.content:
+        now_s = time.perf_counter()
+        first_s = first_s or now_s
+        if not line.startswith(b"data:"):
+            continue
+        data = line[5:].strip()
         if data == b"[DONE]":
             is_over = True
             continue
@@ -229,16 +163,16 @@ def read_stream(reply: Reply, start_s: float, end_s: float) -> Generation:
             text = choice.text if choice.delta is None else choice.delta.content
             if text:
                 texts.append(text)
-                times_s.append(when_s)
+                times_s.append(now_s)
             reason = choice.finish_reason or reason
     if not is_over or reason is None:
         missing = "a finish reason" if is_over else "[DONE]"
         raise LoadError("stream", f"the stream ended without {missing}")
     if reason == "error":
         raise LoadError("answer", "the answer ended with the finish reason 'error'")
+    end_s = time.perf_counter()
     # An answer without text has its first token at its end.
     times_s = times_s or [end_s]
-    first_s = end_s if reply.first_s is None else reply.first_s
     ends_s = (first_s - start_s, times_s[0] - start_s, end_s - start_s)
     counts, gaps_s = (usage.prompt_tokens, usage.completion_tokens), (b - a for a, b in pairwise(times_s))
     return Generation("".join(texts), reason, *counts, *ends_s, tuple(gaps_s))
@@ -248,12 +182,20 @@ def _event(data: bytes) -> _Event:
     try:
         event = msgspec.json.decode(data, type=_Event)
     except msgspec.ValidationError:
-        raise LoadError("stream", f"an event is not in OpenAI's form: {_short(data)}") from None
+        raise LoadError("stream", f"an event is not in OpenAI's form: {_text(data)}") from None
     except msgspec.DecodeError:
-        raise LoadError("stream", f"an event is not JSON: {_short(data)}") from None
+        raise LoadError("stream", f"an event is not JSON: {_text(data)}") from None
     if event.error is not None:
-        raise LoadError("answer", _error_message(event.error) or _short(data))
+        raise LoadError("answer", _error_message(event.error) or _text(data))
     return event
+
+
+def _message(status: int, body: bytes) -> str:
+    try:
+        message = _error_message(msgspec.json.decode(body, type=_Event).error)
+    except msgspec.DecodeError:
+        message = ""
+    return message or _text(body) or f"status {status} without a message"
 
 
 def _error_message(error: Any) -> str:
@@ -261,8 +203,12 @@ def _error_message(error: Any) -> str:
     return str(message)[:SHOWN_CHARS] if message else ""
 
 
-def _short(data: bytes) -> str:
-    return " ".join(data[:SHOWN_CHARS].decode("utf-8", "replace").split())
+def _text(data: bytes) -> str:
+    return _short(data[:SHOWN_CHARS].decode("utf-8", "replace"))
+
+
+def _short(text: str) -> str:
+    return " ".join(text[:SHOWN_CHARS].split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +283,14 @@ class LoadRun:
 
 
 async def measure(address: ServerAddress, options: LoadOptions, on_done: Callable[[str], None]) -> LoadRun:
-    async with connected(address, options.timeout_s) as client:
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=MAX_IDLE_S),
+        headers=dict(address.headers),
+        timeout=aiohttp.ClientTimeout(total=options.timeout_s),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        read_bufsize=MAX_LINE_BYTES,
+    ) as session:
+        client = Client(session, address.base)
         model, length = await _served(client, options.model)
         ruler = await _ruler(client, options, model)
         queries, num_cut = _queries(options, length, ruler)
@@ -385,13 +338,16 @@ class _ModelCards(msgspec.Struct):
 
 
 async def _served(client: Client, wanted: str | None) -> tuple[str, int | None]:
-    reply = await client.ask("GET", "/v1/models")
-    if reply.status != 200:
-        if wanted is not None and reply.status == 404:
+    with _named():
+        async with client.session.get(f"{client.base}/v1/models") as response:
+            status, body = response.status, await response.read()
+    if status != 200:
+        if wanted is not None and status == 404:
             return wanted, None
-        raise LoadError(f"http {reply.status}", f"the server does not list its models: {reply.message}")
+        message = f"the server does not list its models: {_message(status, body)}"
+        raise LoadError(f"http {status}", message)
     try:
-        cards = msgspec.json.decode(reply.body, type=_ModelCards).data
+        cards = msgspec.json.decode(body, type=_ModelCards).data
     except msgspec.DecodeError:
         raise LoadError("protocol", "its list of models is not in OpenAI's form") from None
     lengths = {card.id: card.max_model_len for card in cards}

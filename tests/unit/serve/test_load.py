@@ -219,7 +219,7 @@ def test_the_key_goes_with_every_request() -> None:
 def test_a_wrong_address_is_refused(url: str) -> None:
     """The message shows how one is written."""
     with pytest.raises(LoadError, match=r"--url: .*http://127.0.0.1:8000"):
-        parse_address(url)
+        run(url)
 
 
 def test_gaps_have_the_mean_and_the_burstiness_asked_for() -> None:
