@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from tessera.adapt.capability import Capability
+from tessera.adapt.controller import Change, Replanned
 from tessera.adapt.drift import Factors
 from tessera.errors import PlanInfeasible
 from tessera.flow import make_plan
@@ -37,9 +38,13 @@ class Replanner:
         new = replace(self.make(old, old.cluster, old.costs), policy=old.policy)
         return new if new.lanes != old.lanes and self.gain(old, new) >= LEAST_GAIN else old
 
-    def learned(self, plans: tuple[Plan, ...], load: Load) -> tuple[Plan, ...]:
+    def replan(self, plans: tuple[Plan, ...], change: Change) -> Replanned[Plan]:
         """Plans of steps are made for no load."""
-        return plans
+        if isinstance(change, Factors):
+            plans = self.corrected(plans, change)
+        elif not isinstance(change, Load):
+            plans = self.without(plans, change)
+        return Replanned(plans, self.rate(plans))
 
     def without(self, plans: tuple[Plan, ...], lost: Collection[str]) -> tuple[Plan, ...]:
         """Plans for the other devices, over the whole cluster."""

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -25,10 +24,12 @@ from tessera.capture import build, outlines, place_of, record_sizes
 from tessera.capture.divide import divide, division_for, experts_of
 from tessera.capture.models import another, check_positions, steps_of_model
 from tessera.errors import MismatchError, TesseraError
+from tessera.execute.lower import homes_of
+from tessera.execute.memory import footprints, ready_programs
 from tessera.ir.graph import StepFamily
 from tessera.kernels import PAGE, is_paged
 from tessera.plan import FULL, QUICK, DeviceMemory, SearchConfig, fluid
-from tessera.plan.arrays import Floats, holdings_of, temporaries_of
+from tessera.plan.arrays import Floats, temporaries_of
 from tessera.plan.constraints import attention_launches, compiled_launches
 from tessera.plan.problem import cluster_of, costs_on
 from tessera.plan.search import objectives
@@ -205,38 +206,21 @@ def _held(trace: ir.Trace, kind: ir.BufferKind) -> int:
 
 
 def service_memory(plan: ir.ServicePlan) -> tuple[DeviceMemory, ...]:
-    """Pages count once per home, temporaries and state by row once per microbatch."""
-    num, each = len(plan.cluster.devices), []
-    held: dict[tuple[ir.BufferKind, str, str], Floats] = {}
-    for number, group in enumerate(plan.groups):
-        unit, placement = group.plan.unit, group.plan.lanes[0].placement
-        starts = np.cumsum([0, *map(len, placement.devices)]).tolist()
-        nodes = tuple(np.arange(*ends) for ends in pairwise(starts))
-        labels = np.concatenate([np.array(devices) for devices in placement.devices])
-        hosts, fetched = dict(placement.fetched), np.zeros(len(labels))
-        for kind, home in ((ir.BufferKind.WEIGHT, ""), (ir.BufferKind.STATE, group.plan.home)):
-            items = holdings_of(unit, nodes, kind)
-            there = items.present(labels, num)
-            for item, name in enumerate(items.names):
-                if kind is ir.BufferKind.WEIGHT and name in hosts:
-                    readers = items.pin_node[items.pin_item == item]
-                    fetched[readers[labels[readers] != hosts[name]]] += items.num_bytes[item]
-                    there[item] = np.arange(num) == hosts[name]
-                is_own = kind is ir.BufferKind.STATE and not is_paged(name)
-                key = kind, f"{home} {number}" if is_own else home, name
-                here = there[item] * items.num_bytes[item] * (group.microbatches if is_own else 1)
-                held[key] = np.maximum(held.get(key, 0.0), here)
-        steps = zip(unit.graphs, nodes, strict=True)
-        peaks = [temporaries_of(graph, numbers).peak_bytes(labels, num) for graph, numbers in steps]
-        slots = [ir.SLOTS * fetched[labels == device].max(initial=0.0) for device in range(num)]
-        each.append(np.max(peaks, axis=0) + slots)
-    weights, state = (
-        sum((size for (of, _, _), size in held.items() if of is kind), np.zeros(num))
-        for kind in (ir.BufferKind.WEIGHT, ir.BufferKind.STATE)
-    )
-    temporary = np.array([group.microbatches for group in plan.groups]) @ np.array(each)
-    rows = zip(plan.cluster.devices, weights, np.max(each, axis=0), state, temporary, strict=True)
-    return tuple(DeviceMemory(device.name, device.memory_bytes, *map(int, row)) for device, *row in rows)
+    """What workers will hold; state by row, which microbatches have of their own, counts as state."""
+    found = footprints(plan.plans, [ready_programs(part) for part in plan.plans])
+    by_row = [0] * len(found)
+    for group in plan.groups:
+        graph, placement = group.plan.graphs[-1], group.plan.lanes[0].placement.devices[-1]
+        for number, device in homes_of(graph, placement):
+            buffer = graph.trace.buffers[number]
+            by_row[device] += 0 if is_paged(buffer.name) else group.microbatches * buffer.size_bytes
+    return tuple(
+        DeviceMemory(
+            device.name, device.memory_bytes, x.weight_bytes, x.microbatch_bytes,
+            x.home_bytes + rows, max(0, x.held_bytes - rows),
+        )
+        for device, x, rows in zip(plan.cluster.devices, found, by_row, strict=True)
+    )  # fmt: skip
 
 
 def experts_by_device(plan: ir.ServicePlan) -> dict[str, dict[str, tuple[int, ...]]]:

@@ -24,26 +24,18 @@ MAX_DECISIONS = 1000
 LOGGED = (DecisionKind.LOSE, DecisionKind.RETURN, DecisionKind.ADOPT)
 
 P = TypeVar("P", Plan, ServicePlan)
-
-
-class Planner(Protocol[P]):
-    """Called from background threads."""
-
-    def corrected(self, plans: tuple[P, ...], factors: Factors) -> tuple[P, ...]:
-        """At corrected costs."""
-
-    def without(self, plans: tuple[P, ...], lost: frozenset[str]) -> tuple[P, ...]:
-        """These devices are left unused."""
-
-    def rate(self, plans: tuple[P, ...]) -> Sequence[Capability]: ...
-
-    def learned(self, plans: tuple[P, ...], load: Load) -> tuple[P, ...]:
-        """Better plans for a load, or the same with their figures under it."""
+# Corrected costs, lengths that requests have, or lost devices.
+Change = Factors | Load | frozenset[str]
 
 
 class Replanned(NamedTuple, Generic[P]):
     plans: tuple[P, ...]
     capabilities: Sequence[Capability]
+
+
+class Planner(Protocol[P]):
+    def replan(self, plans: tuple[P, ...], change: Change) -> Replanned[P]:
+        """Plans at corrected costs, for another load, or without devices. Called from background threads."""
 
 
 class System(Protocol[P]):
@@ -150,18 +142,15 @@ class Controller(Generic[P]):
             if self._planner is None or self._without or self._job is not None:
                 return
             drift = self._monitor.drifted(self._system.now_s())
-        planner, plans = self._planner, self.plans
         if drift is not None:
-            factors = drift[0]
             why = f"measured times differ from the plan's by {drift[1]:.0%}; planning beside the running plan"
             self._note(DecisionKind.REPLAN, why)
-            self._submit(planner, lambda: planner.corrected(plans, factors), "costs are corrected")
+            self._submit(drift[0], "costs are corrected")
         else:
-            self._learn(planner)
+            self._learn()
 
-    def _learn(self, planner: Planner[P]) -> None:
-        plans = self.plans
-        planned = self._planned or load_of(plans[0])
+    def _learn(self) -> None:
+        planned = self._planned or load_of(self.plans[0])
         with self._lock:
             load = None if planned is None else self.history.changed(planned)
             if planned is None or load is None:
@@ -172,7 +161,7 @@ class Controller(Generic[P]):
         before = f"{planned.prompt_tokens} and {planned.output_tokens}"
         why = f"requests have {lengths}, planned were {before}; planning beside the running plan"
         self._note(DecisionKind.REPLAN, why)
-        self._submit(planner, lambda: planner.learned(plans, load), f"planned for {lengths}")
+        self._submit(load, f"planned for {lengths}")
 
     def _choose(self, monitor: Monitor) -> None:
         why = monitor.switch(self._system.now_s(), self._num_requests, self._system.switch_s())
@@ -183,16 +172,13 @@ class Controller(Generic[P]):
     def _plan_without(self, devices: frozenset[str]) -> None:
         self._without = devices
         self._cancel()
-        if self._planner is not None:
-            planner, plans = self._planner, self.plans
-            self._submit(planner, lambda: planner.without(plans, devices), "")
+        self._submit(devices, "")
 
-    def _submit(self, planner: Planner[P], make: Callable[[], tuple[P, ...]], subject: str) -> None:
-        def work() -> Replanned[P]:
-            plans = make()
-            return Replanned(plans, planner.rate(plans))
-
-        self._job, self._subject = self._system.submit(work), subject
+    def _submit(self, change: Change, subject: str) -> None:
+        planner, plans = self._planner, self.plans
+        if planner is not None:
+            self._job = self._system.submit(lambda: planner.replan(plans, change))
+            self._subject = subject
 
     def _cancel(self) -> None:
         if self._job is not None:

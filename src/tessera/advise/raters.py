@@ -47,8 +47,8 @@ class Rater(Protocol):
     def limit(self, cards: Cluster) -> Limit:
         """Bounds of sets of these cards, one of each kind."""
 
-    def drafts(self, cluster: Cluster, within_ms: float | None = None) -> list[Option]:
-        """The best draft of every policy, within another time per token."""
+    def drafts(self, cluster: Cluster) -> list[Option]:
+        """The best draft of every policy."""
 
     def fastest(self, cluster: Cluster) -> Option | None:
         """The draft with the least time per token."""
@@ -91,10 +91,8 @@ class ServiceRater:
         least = self._fluid(replace(cards, devices=roomy)).least_us
         return Limit({d.gpu: n for n, d in enumerate(cards.devices)}, least)
 
-    def drafts(self, cluster: Cluster, within_ms: float | None = None) -> list[Option]:
+    def drafts(self, cluster: Cluster) -> list[Option]:
         fluid = self._fluid(cluster)
-        if within_ms is not None:
-            fluid = replace(fluid, load=replace(fluid.load, tpot_ms=within_ms))
         drafts = (fluid.drafts(policy)[:1] for policy in POLICIES)
         return [draft_option(draft, cluster) for best in drafts for draft in best]
 
@@ -165,10 +163,9 @@ class StepRater:
             rows.append(np.concatenate(us))
         return np.asarray(np.min(rows, axis=0), dtype=np.float64)
 
-    def drafts(self, cluster: Cluster, within_ms: float | None = None) -> list[Option]:
-        target = replace(self.target, tpot_ms=within_ms or self.target.tpot_ms)
-        copies = self._search(cluster, target).copies(BATCHES)
-        if copies or within_ms is not None:
+    def drafts(self, cluster: Cluster) -> list[Option]:
+        copies = self._search(cluster, self.target).copies(BATCHES)
+        if copies:
             return copies
         found = self.plan(cluster)[1]  # too large for one card
         return [*found.baselines, found.chosen]

@@ -13,11 +13,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from tessera.adapt.capability import Capability
-from tessera.adapt.drift import Factors
+from tessera.adapt.controller import Change, Replanned
 from tessera.errors import TesseraError
 from tessera.execute.processes import FORKSERVER, LocalProcess
-from tessera.ir import Load, ServicePlan
+from tessera.ir import ServicePlan
 from tessera.serve.groups import plans_of
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ Policies = tuple[ServicePlan, ...]
 
 
 class PlannerProcess:
-    """Methods wait for a process; call them from any thread but the engine's."""
+    """`replan` waits for a process; call it from any thread but the engine's."""
 
     def __init__(self, planner: "ServicePlanner") -> None:
         self._shared = shared_parts(planner)
@@ -41,23 +40,6 @@ class PlannerProcess:
         self._idle: list[LocalProcess] = []
         self._is_closed = False
 
-    def corrected(self, policies: Policies, factors: Factors) -> Policies:
-        return self._plan("corrected", policies, factors)
-
-    def without(self, policies: Policies, lost: frozenset[str]) -> Policies:
-        return self._plan("without", policies, lost)
-
-    def learned(self, policies: Policies, load: Load) -> Policies:
-        return self._plan("learned", policies, load)
-
-    def rate(self, policies: Policies) -> tuple[Capability, ...]:
-        found: tuple[Capability, ...] = self._call("rate", policies)
-        return found
-
-    def _plan(self, method: str, policies: Policies, change: object) -> Policies:
-        planned: Policies = self._call(method, policies, change)
-        return planned
-
     def close(self) -> None:
         """Ends all processes, also those that run a job."""
         with self._lock:
@@ -66,8 +48,8 @@ class PlannerProcess:
         for process in processes:
             process.end(0.0)
 
-    def _call(self, method: str, policies: Policies, *arguments: object) -> Any:
-        job = dumps((method, policies, arguments), self._shared)
+    def replan(self, policies: Policies, change: Change) -> Replanned[ServicePlan]:
+        job = dumps((policies, change), self._shared)
         process = self._taken()
         try:
             process.pipe.send_bytes(job)
@@ -81,7 +63,7 @@ class PlannerProcess:
             raise TesseraError(f"the planning process ended early ({str(error) or how})") from error
         with self._lock:
             self._idle.append(process)
-        result = loads(answer, (*self._shared, *plans_of(policies)))
+        result: Replanned[ServicePlan] | TesseraError = loads(answer, (*self._shared, *plans_of(policies)))
         if isinstance(result, TesseraError):
             raise result
         return result
@@ -108,9 +90,9 @@ def work(pipe: "Connection") -> None:
                 os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         shared = shared_parts(planner)
         while True:
-            method, policies, arguments = loads(pipe.recv_bytes(), shared)
+            policies, change = loads(pipe.recv_bytes(), shared)
             try:
-                result = getattr(planner, method)(policies, *arguments)
+                result = planner.replan(policies, change)
             except TesseraError as error:
                 result = error
             pipe.send_bytes(dumps(result, (*shared, *plans_of(policies))))

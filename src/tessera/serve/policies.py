@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from tessera import ir
-from tessera.adapt.capability import Capability
+from tessera.adapt.controller import Change, Replanned
 from tessera.adapt.drift import Factors
 from tessera.errors import DeviceMemoryError, PlanInfeasible, UnknownName
 from tessera.execute.lower import homes_of
@@ -34,6 +34,8 @@ POLICIES = (*DRAFTED, LATENCY)
 LEAST_GAIN = 1.02
 MAX_REHEARSED = 8
 MAX_RUNS = 128
+
+Policies = tuple[ir.ServicePlan, ...]
 
 
 def check_policy(name: str) -> str:
@@ -56,7 +58,7 @@ class ServicePlanner:
     # Empty: those of a given plan stay.
     names: tuple[str, ...] = (AUTO,)
 
-    def plans(self, names: Sequence[str]) -> tuple[ir.ServicePlan, ...]:
+    def plans(self, names: Sequence[str]) -> Policies:
         """The best of `auto` first; raises PlanInfeasible if a name has no plan."""
         found: list[ir.ServicePlan] = []
         for name in names:
@@ -64,7 +66,7 @@ class ServicePlanner:
             found += [plan for plan in chosen if plan.policy not in [p.policy for p in found]]
         return tuple(found)
 
-    def auto(self) -> tuple[ir.ServicePlan, ...]:
+    def auto(self) -> Policies:
         if len(self.cluster.devices) == 1:
             return (self.best(fluid.SINGLE),)
         chosen = self._planned(DRAFTED)
@@ -186,12 +188,21 @@ class ServicePlanner:
         digest = hashlib.sha256(repr(pages).encode()).hexdigest()[:12]
         return self._group_along(placement, ir.Role.MIXED, microbatches, f"{name}-{digest}")
 
-    def corrected(self, policies: tuple[ir.ServicePlan, ...], factors: Factors) -> tuple[ir.ServicePlan, ...]:
+    def replan(self, policies: Policies, change: Change) -> Replanned[ir.ServicePlan]:
+        if isinstance(change, Factors):
+            plans = self.corrected(policies, change)
+        elif isinstance(change, ir.Load):
+            plans = self.learned(policies, change)
+        else:
+            plans = self.without(policies, change)
+        return Replanned(plans, rated(plans, self.shape))
+
+    def corrected(self, policies: Policies, factors: Factors) -> Policies:
         """A policy is planned again if that is better by `LEAST_GAIN`."""
         planner = replace(self, costs=factors.apply(self.unit, self._costs_in(policies)))
         return tuple(planner.better(recosted(policy, factors)) for policy in policies)
 
-    def learned(self, policies: tuple[ir.ServicePlan, ...], load: ir.Load) -> tuple[ir.ServicePlan, ...]:
+    def learned(self, policies: Policies, load: ir.Load) -> Policies:
         """New policies if the first is better by more than the costs' error."""
         planner = replace(self, load=load, costs=self._costs_in(policies))
         before = tuple(
@@ -209,12 +220,9 @@ class ServicePlanner:
         """GPUs beside their host have no room for the weights of a second placement."""
         return len({device.is_cpu for device in self.cluster.devices}) > 1
 
-    def _costs_in(self, policies: tuple[ir.ServicePlan, ...]) -> tuple[ir.Costs, ...]:
+    def _costs_in(self, policies: Policies) -> tuple[ir.Costs, ...]:
         plans = (plan for policy in policies for plan in policy.plans)
         return next((x.costs for x in plans if x.unit.graphs == self.unit.graphs), self.costs)
-
-    def rate(self, policies: tuple[ir.ServicePlan, ...]) -> tuple[Capability, ...]:
-        return rated(policies, self.shape)
 
     def better(self, old: ir.ServicePlan) -> ir.ServicePlan:
         old = replace(old, expected=self._rehearse(old, self.load))
@@ -225,9 +233,7 @@ class ServicePlanner:
         before, after = (self._rehearse(plan, self.load, clients) for plan in (old, new))
         return new if after.tokens_per_s >= LEAST_GAIN * before.tokens_per_s else old
 
-    def without(
-        self, policies: tuple[ir.ServicePlan, ...], lost: Collection[str]
-    ) -> tuple[ir.ServicePlan, ...]:
+    def without(self, policies: Policies, lost: Collection[str]) -> Policies:
         """Policies that need a lost device become mixed groups on all others."""
         left = [d for d, name in enumerate(self.cluster.names) if name not in lost]
         if not left:

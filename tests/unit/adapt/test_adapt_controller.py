@@ -5,7 +5,7 @@ from dataclasses import replace
 from fake_system import FakeSystem
 from online_factory import split_plan
 from tessera.adapt.capability import Capability, Point
-from tessera.adapt.controller import Controller
+from tessera.adapt.controller import Change, Controller, Replanned
 from tessera.adapt.drift import Factors
 from tessera.adapt.monitor import Monitor, MonitorConfig
 from tessera.errors import PlanInfeasible
@@ -26,18 +26,13 @@ class FakePlanner:
         self.factors: list[Factors] = []
         self._is_able = is_able
 
-    def corrected(self, plans: Plans, factors: Factors) -> Plans:
-        self.factors.append(factors)
-        return self._made(plans, "corrected")
-
-    def learned(self, plans: Plans, load: Load) -> Plans:
-        return plans
-
-    def without(self, plans: Plans, lost: frozenset[str]) -> Plans:
-        return self._made(plans, f"without {', '.join(sorted(lost))}")
-
-    def rate(self, plans: Plans) -> list[Capability]:
-        return [QUICK, WIDE]
+    def replan(self, plans: Plans, change: Change) -> Replanned[Plan]:
+        if isinstance(change, Factors):
+            self.factors.append(change)
+            plans = self._made(plans, "corrected")
+        elif not isinstance(change, Load):
+            plans = self._made(plans, f"without {', '.join(sorted(change))}")
+        return Replanned(plans, [QUICK, WIDE])
 
     def _made(self, plans: Plans, name: str) -> Plans:
         if not self._is_able:

@@ -7,8 +7,7 @@ import pytest
 from fake_system import FakeSystem
 from serving_factory import toy_policies
 from tessera.adapt.capability import Capability, Point
-from tessera.adapt.controller import Controller
-from tessera.adapt.drift import Factors
+from tessera.adapt.controller import Change, Controller, Replanned
 from tessera.adapt.history import MAX_REQUESTS, MIN_REQUESTS, LoadHistory
 from tessera.adapt.monitor import Monitor
 from tessera.ir import Load, ServicePlan
@@ -63,18 +62,10 @@ class Learner:
     def __init__(self) -> None:
         self.loads: list[Load] = []
 
-    def learned(self, plans: tuple[ServicePlan, ...], load: Load) -> tuple[ServicePlan, ...]:
-        self.loads.append(load)
-        return tuple(toy_policies(["other"]))
-
-    def corrected(self, plans: tuple[ServicePlan, ...], factors: Factors) -> tuple[ServicePlan, ...]:
-        return plans
-
-    def without(self, plans: tuple[ServicePlan, ...], lost: frozenset[str]) -> tuple[ServicePlan, ...]:
-        return plans
-
-    def rate(self, plans: tuple[ServicePlan, ...]) -> list[Capability]:
-        return [Capability("other", 20.0, QUICK.curve)]
+    def replan(self, plans: tuple[ServicePlan, ...], change: Change) -> Replanned[ServicePlan]:
+        assert isinstance(change, Load)
+        self.loads.append(change)
+        return Replanned(tuple(toy_policies(["other"])), [Capability("other", 20.0, QUICK.curve)])
 
 
 def test_a_controller_plans_for_what_it_sees_and_adopts_it() -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from serving_factory import (
     wait_for,
 )
 from tessera.adapt.capability import Capability, Point
+from tessera.adapt.controller import Change, Replanned
 from tessera.adapt.drift import Factors
 from tessera.errors import PlanInfeasible
 from tessera.ir import DeviceKind, Group, Lane, Load, Placement, Role, ServicePlan
@@ -49,7 +49,14 @@ class ToyPlanner:
         self.wanted: list[Any] = []
         self._is_able = is_able
 
-    def without(self, plans: tuple[ServicePlan, ...], lost: Iterable[str]) -> tuple[ServicePlan, ...]:
+    def replan(self, plans: tuple[ServicePlan, ...], change: Change) -> Replanned[ServicePlan]:
+        if isinstance(change, Factors):
+            plans = self._corrected(plans, change)
+        elif not isinstance(change, Load):
+            plans = self._without(change)
+        return Replanned(plans, rated(plans, SHAPE))
+
+    def _without(self, lost: frozenset[str]) -> tuple[ServicePlan, ...]:
         """All on the other device."""
         gone = sorted(lost)
         self.wanted.append(gone)
@@ -57,13 +64,7 @@ class ToyPlanner:
             raise PlanInfeasible("it does not fit")
         return (only_on(1 - TOYS.index(gone[0])),)
 
-    def learned(self, plans: tuple[ServicePlan, ...], load: Load) -> tuple[ServicePlan, ...]:
-        return plans
-
-    def rate(self, plans: tuple[ServicePlan, ...]) -> tuple[Capability, ...]:
-        return rated(plans, SHAPE)
-
-    def corrected(self, plans: tuple[ServicePlan, ...], factors: Factors) -> tuple[ServicePlan, ...]:
+    def _corrected(self, plans: tuple[ServicePlan, ...], factors: Factors) -> tuple[ServicePlan, ...]:
         """All on the device that is quicker than was thought."""
         self.wanted.append(factors)
         plan = plans[0].plans[0]

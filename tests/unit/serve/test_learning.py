@@ -45,16 +45,15 @@ def process() -> Iterator[PlannerProcess]:
 def test_another_process_plans_and_names_what_both_have(process: PlannerProcess) -> None:
     """The same plans come back as the same objects; errors come back as they were raised."""
     made = steps_factory.prepared("tiny-llama", "single")
-    (same,) = process.corrected(made.policies, Factors({}))
-    (other,) = process.learned(made.policies, Load(4, 28))
-    (rate,) = process.rate(made.policies)
+    (same,), (rate,) = process.replan(made.policies, Factors({}))
+    (other,), _ = process.replan(made.policies, Load(4, 28))
 
     assert same.plans[0].unit.graphs[0] is made.policies[0].plans[0].unit.graphs[0]
     assert ("data-parallel", Load(4, 28)) == (other.policy, other.load)
     assert other.expected is not None
     assert "single" == rate.name
     with pytest.raises(PlanInfeasible, match="no device is left"):
-        process.without(made.policies, frozenset(planner_of_single().cluster.names))
+        process.replan(made.policies, frozenset(planner_of_single().cluster.names))
 
 
 def test_a_plan_that_takes_too_long_is_given_up(
@@ -64,11 +63,11 @@ def test_a_plan_that_takes_too_long_is_given_up(
     made = steps_factory.prepared("tiny-llama", "single")
     monkeypatch.setattr(background, "LIMIT_S", 0.0)
     with pytest.raises(TesseraError, match="took more than 0 s"):
-        process.rate(made.policies)
+        process.replan(made.policies, Factors({}))
     monkeypatch.undo()
 
     assert not process._processes
-    assert len(process.rate(made.policies)) == 1
+    assert len(process.replan(made.policies, Factors({})).plans) == 1
 
 
 def test_lengths_are_learned_and_better_groups_adopted_while_requests_run(
