@@ -8,10 +8,12 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 
+import forked
 import sampling
 
 # There are as many processes as cores, or more. Threads of torch besides wait for one another, and burn a
@@ -119,6 +121,15 @@ def pytest_configure(config: pytest.Config) -> None:
         num = sampling.examples(100, 30)
         settings.register_profile("tessera", deadline=None, derandomize=not is_whole, max_examples=num)
         settings.load_profile("tessera")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """Libraries are imported once for all processes."""
+    if sys.platform == "linux":
+        python = forked.command(len(specs))
+        for spec in specs:
+            spec.python = python
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,97 @@
+"""Processes of one test run, forked from one that has imported the libraries: 9 s of CPU time for each.
+
+xdist starts this file as its Python (`command`); it hands its standard streams to a fork, and ends with it. If
+there is nobody to fork from, as after a crash, it is the plain interpreter. Tessera itself is imported after
+the fork, because its coverage is measured.
+"""
+
+import contextlib
+import gc
+import importlib
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import types
+
+# What most files of tests import, by themselves or through Tessera.
+LIBRARIES = (
+    "torch._dynamo",
+    "transformers.masking_utils",
+    "transformers.modeling_utils",
+    "scipy.optimize",
+    "diffusers",
+    "fastapi",
+    "openai",
+    "ray",
+    "pytest",
+)
+MAX_CODE = 1 << 16
+
+
+def command(number: int) -> str:
+    """The Python of as many processes."""
+    path = os.path.join(tempfile.mkdtemp(prefix="tessera-tests-"), "socket")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+        server.listen(number)
+        words = [sys.executable, __file__, path]
+        subprocess.Popen([*words, str(server.fileno()), str(number)], pass_fds=[server.fileno()])
+    return shlex.join(words)
+
+
+def serve(path: str, server: socket.socket, number: int) -> None:
+    """Forks, and waits for the forks."""
+    for library in LIBRARIES:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(library)
+    gc.collect()
+    gc.freeze()
+    for _ in range(number):
+        link, _ = server.accept()
+        code, fds, _, _ = socket.recv_fds(link, MAX_CODE, 3)
+        if not os.fork():
+            server.close()
+            become(code.decode(), fds)
+            return  # now the link closes
+        for fd in (*fds, link.detach()):
+            os.close(fd)
+    server.close()
+    os.unlink(path)
+    os.rmdir(os.path.dirname(path))
+    with contextlib.suppress(ChildProcessError, KeyboardInterrupt):
+        while True:
+            os.wait()
+
+
+def become(code: str, fds: list[int]) -> None:
+    """`python -c CODE` with these standard streams."""
+    for number, fd in enumerate(fds):
+        os.dup2(fd, number)
+        os.close(fd)
+    main = types.ModuleType("__main__")
+    sys.argv, sys.modules["__main__"] = ["-c"], main
+    exec(code, vars(main))
+
+
+def follow(path: str, words: list[str]) -> None:
+    """Returns when the fork has ended."""
+    link = socket.socket(socket.AF_UNIX)
+    try:
+        link.connect(path)
+        socket.send_fds(link, [words[-1].encode()], [0, 1, 2])
+    except OSError:
+        os.execv(sys.executable, [sys.executable, *words])
+    for fd in (0, 1):
+        os.close(fd)
+    with contextlib.suppress(OSError):
+        link.recv(1)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 4:
+        serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3]))
+    else:
+        follow(sys.argv[1], sys.argv[2:])
