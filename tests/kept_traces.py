@@ -1,14 +1,28 @@
-"""Steps of built-in models and of folders without weights, recorded once for tests that do not judge them."""
+"""Steps of built-in models and of folders without weights, recorded once for tests that do not judge them.
+
+Those of built-in models are found again by the next run, if the sources and libraries are the same.
+"""
 
 import hashlib
+import os
+import platform
+import shutil
+import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from importlib.metadata import version
 from pathlib import Path
+
+import torch
 
 import sampling
 from tessera.capture import Workload, record, record_sizes, record_step
-from tessera.capture.models import known_models
+from tessera.capture.models import catalog
 from tessera.ir import Step, Trace, load, save
+
+LIBRARIES = ("torch", "transformers", "diffusers", "numpy")
+# Traces of other sources are removed.
+KEPT_S = 86400.0
 
 
 @cache
@@ -53,12 +67,33 @@ _load = cache(partial(load, Trace))
 
 def _path(step: Step, form: str) -> Path | None:
     """None: the step is recorded anew."""
-    folder, made = sampling.shared_folder(), ""
+    folder = sampling.shared_folder()
     if folder is None or form.startswith("cuda"):
         return None
-    if step.model not in known_models():
+    model = (catalog.LANGUAGE | catalog.DENOISERS).get(step.model)
+    made = repr(model)
+    if model is not None:
+        folder = _between_runs()
+    else:
         config = Path(step.model) / "config.json"
         if not config.exists() or {".safetensors", ".py"} & {path.suffix for path in config.parent.iterdir()}:
             return None
         made = config.read_text()
     return folder / f"{hashlib.sha256(repr((step, form, made)).encode()).hexdigest()[:16]}.trace"
+
+
+@cache
+def _between_runs() -> Path:
+    """A folder by all that traces are made of."""
+    root = Path(__file__).resolve().parents[1]
+    sources = [path for path in root.glob("src/**/*") if path.suffix in (".py", ".json", ".ptx")]
+    found = [version(library) for library in LIBRARIES]
+    of = hashlib.sha256(repr((found, platform.machine(), torch.backends.cpu.get_cpu_capability())).encode())
+    for path in sorted([*sources, *root.glob("tests/*.py")]):
+        of.update(path.read_bytes())
+    folder = Path(os.environ["XDG_CACHE_HOME"]) / "traces" / of.hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    for other in folder.parent.iterdir():
+        if other != folder and time.time() - other.stat().st_mtime > KEPT_S:
+            shutil.rmtree(other, ignore_errors=True)
+    return folder
