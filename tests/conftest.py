@@ -4,6 +4,7 @@ import gc
 import importlib
 import importlib.util
 import os
+import ssl
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -67,6 +68,20 @@ def _one_parser() -> Iterator[None]:
     """The parser of the command line is built once; it keeps nothing from one command to the next."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(typer.main, "get_command", cache(typer.main.get_command))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_trust() -> Iterator[None]:
+    """Certificates of authorities are read once: every client of httpx would read them again."""
+    make = ssl.create_default_context
+    read = cache(lambda path: make(cafile=path))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            ssl,
+            "create_default_context",
+            lambda *a, **k: read(k["cafile"]) if [*k] == ["cafile"] else make(*a, **k),
+        )
         yield
 
 

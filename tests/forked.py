@@ -1,8 +1,8 @@
 """Processes of one test run, forked from one that has imported the libraries: 9 s of CPU time for each.
 
-xdist starts this file as its Python (`command`); it hands its standard streams to a fork, and ends with it. If
-there is nobody to fork from, as after a crash, it is the plain interpreter. Tessera itself is imported after
-the fork, because its coverage is measured.
+xdist starts this file as its Python (`command`); it hands its standard streams to a fork, and ends with it.
+If there is nobody to fork from, as after a crash, it is the plain interpreter. Tessera itself is imported
+after the fork, because its coverage is measured.
 """
 
 import contextlib

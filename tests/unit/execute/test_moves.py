@@ -397,8 +397,10 @@ class Stress:
         return event
 
     def write(self, home: int) -> None:
-        """A number to a free page, by a step."""
-        page, value = self.random.choice(self.free(home)), self.random.randrange(1, 1000)
+        """A number to a free page, if there is one, by a step."""
+        if not (free := self.free(home)):
+            return
+        page, value = self.random.choice(free), self.random.randrange(1, 1000)
         x = torch.full((2, made.WIDTH), float(value))
         self.stepper.start(StepCall(home, 0, {**made.inputs(2, page * PAGE, page * PAGE), "x": x}))
         while True:
