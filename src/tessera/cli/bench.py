@@ -99,6 +99,8 @@ class BenchServe(Columns, frozen=True):  # type: ignore[call-arg, misc, valid-ty
     total_token_throughput: Annotated[float | None, shown("tokens/s, prompts included")]
     total_input_tokens: Annotated[int | None, HIDDEN]
     total_output_tokens: Annotated[int, HIDDEN]
+    # Only where the server was too slow for it.
+    rate_not_reached: Annotated[str | None, shown("rate not reached")]
     mean_late_ms: Annotated[float | None, shown("sent late by")]
     finish_reasons: Annotated[dict[str, int], HIDDEN]
     tokens_counted_by: Annotated[str | None, HIDDEN]

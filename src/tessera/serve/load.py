@@ -37,6 +37,8 @@ QUANTILES = {"median": 50.0, "p90": 90.0, "p99": 99.0}
 # The server may be closing connections that are idle longer.
 MAX_IDLE_S = 1.0
 MAX_LINE_BYTES = 4 << 20
+# A rate is reached if the last request is sent by this.
+MAX_SLOWER, SLACK_S = 1.05, 0.1
 SHOWN_CHARS = 300
 
 Api = Literal["chat", "completions"]
@@ -434,6 +436,7 @@ def figures(run: LoadRun) -> dict[str, Any]:
         "output_throughput": total_out / seconds,
         "total_token_throughput": None if total_in is None else (total_in + total_out) / seconds,
         **_latencies(answers),
+        "rate_not_reached": _not_reached(run) if late else None,
         "mean_late_ms": 1e3 * float(np.mean(late)) if late else None,
         "finish_reasons": dict(Counter(a.finish_reason for a in answers)),
         "tokens_counted_by": ("usage" if is_counted else "events") if answers else None,
@@ -448,6 +451,14 @@ def figures(run: LoadRun) -> dict[str, Any]:
         "seed": options.seed,
         "verify": _verified(run) if run.alone else None,
     }
+
+
+def _not_reached(run: LoadRun) -> str | None:
+    asked_s, sent_s = max(x.query.at_s for x in run.outcomes), max(x.sent_s for x in run.outcomes)
+    if not asked_s or sent_s <= MAX_SLOWER * asked_s + SLACK_S:
+        return None
+    num, most = len(run.outcomes), run.options.concurrency
+    return f"{num / sent_s:.3g} requests/s were sent, {num / asked_s:.3g} asked for: {most} were in flight"
 
 
 def _latencies(answers: Sequence[Generation]) -> dict[str, float | None]:

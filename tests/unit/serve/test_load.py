@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -79,6 +80,17 @@ def test_a_rate_spreads_the_requests() -> None:
 
     assert found["duration"] > 0.1
     assert found["mean_late_ms"] >= 0.0
+    assert found["rate_not_reached"] is None
+
+
+def test_a_rate_that_a_server_does_not_reach_is_said() -> None:
+    """A server with one place and 20 ms for each piece of text answers no thousand requests a second."""
+    with serving(delay_s=0.02) as stub:
+        found = run(stub.url, num_requests=6, rate_per_s=1000.0, concurrency=1)
+
+    assert re.fullmatch(
+        r"[\d.]+ requests/s were sent, [\d.e+]+ asked for: 1 were in flight", found["rate_not_reached"]
+    )
 
 
 def test_a_log_gives_times_and_lengths() -> None:
