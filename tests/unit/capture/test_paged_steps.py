@@ -383,6 +383,26 @@ def test_a_model_that_reads_on_the_host_is_refused_with_its_line(tmp_path: Path)
         folder_step(model, tmp_path, FLAT)
 
 
+@pytest.mark.parametrize(
+    ("family", "reason", "sizes"),
+    [
+        ("doge", "its attention is none of transformers' registered functions", {"num_key_value_heads": 2}),
+        ("minimax", "it takes no cache but its own", {"num_local_experts": 2, "num_experts_per_tok": 1}),
+    ],
+)
+def test_a_refusal_names_the_cause_and_no_error_of_a_library(
+    family: str, reason: str, sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    from transformers import AutoConfig
+
+    plain = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model(family, **plain, **sizes, vocab_size=64, head_dim=8)
+    config.save_pretrained(tmp_path)
+
+    with pytest.raises(CaptureError, match=f"no way to call it works: {reason}. Serve another"):
+        build(step_of(str(tmp_path)))
+
+
 def test_positions_that_do_not_begin_at_zero_are_refused(tmp_path: Path) -> None:
     """RoBERTa counts from the number of its padding token: its answers would be others."""
     sizes = {**BY_NAME["roberta"].sizes, "is_decoder": True}

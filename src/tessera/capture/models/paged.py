@@ -69,6 +69,7 @@ MAX_ERROR = 3e-4
 HALF_TYPES = (torch.bfloat16, torch.float16)
 NUM_USED_PAGES = 64
 OWN_ATTENTION = "its attention is none of transformers' registered functions"
+OWN_CACHE = "it takes no cache but its own"
 LIMITS = ("max_position_embeddings", "max_seq_len")
 
 
@@ -120,7 +121,9 @@ def _find_layout(model: Any) -> StepLayout:
             errors.append(error)
             continue
         return replace(layout, reason="" if layout.is_packed else _first_line(errors[0]))
-    said = "; ".join(dict.fromkeys(map(_first_line, errors)))
+    lines = {_first_line(error): type(error).__name__ for error in errors}
+    named = [line for line, kind in lines.items() if not line.startswith(f"{kind}: ")]
+    said = "; ".join(named or lines)
     raise CaptureError(
         f"{name} cannot be served: no way to call it works: {said}",
         "Serve another model, or run this one's prefill and decode by tessera run.",
@@ -145,6 +148,8 @@ def _first_line(error: Exception) -> str:
     said = str(error).partition("\n")[0]
     if PageMask.__name__ in said:
         return OWN_ATTENTION
+    if PackedCache.__name__ in said or PagedCache.__name__ in said:
+        return OWN_CACHE
     return (
         said if isinstance(error, (ValueError, CaptureError)) and said else f"{type(error).__name__}: {said}"
     )
