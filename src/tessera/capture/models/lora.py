@@ -21,22 +21,19 @@ from tessera.capture.models import checkpoint
 from tessera.capture.models.joined import JoinedLinear, JoinedPart
 from tessera.errors import CaptureError
 
-# Settings of peft, with the values that do not change the product.
+# Settings of peft, with the values that do not change the product; any other must be off.
 PLAIN_SETTINGS: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",), "use_dora": (False, None), "bias": ("none", None), "lora_bias": (False, None),
-    "modules_to_save": (None, []), "fan_in_fan_out": (False, None), "trainable_token_indices": (None, [], {}),
-    "target_parameters": (None, []), "layer_replication": (None, []), "use_qalora": (False, None),
-    "alora_invocation_tokens": (None, []),
+    "peft_type": ("LORA",), "bias": ("none", None),
     # Others (PiSSA, OLoRA, LoftQ, CorDA) change the base.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }  # fmt: skip
 # Settings that are read, or tell how the adapter was made.
 OTHER_SETTINGS = frozenset({
-    "lora_alpha", "alpha_pattern", "use_rslora", "r", "rank_pattern", "target_modules", "exclude_modules",
-    "layers_to_transform", "layers_pattern", "lora_dropout", "base_model_name_or_path", "revision",
-    "task_type", "inference_mode", "auto_mapping", "peft_version", "megatron_config", "megatron_core",
-    "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config", "qalora_group_size",
-    "ensure_weight_tying",
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying",
+    "eva_config", "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform",
+    "loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core",
+    "peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config",
+    "target_modules", "task_type", "use_rslora",
 })  # fmt: skip
 PREFIX = "base_model.model."
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
