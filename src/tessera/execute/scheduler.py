@@ -297,9 +297,6 @@ class Scheduler(Generic[R]):
             return
         if microbatch.is_old and self._leave_old(microbatch):
             return
-        if self._is_paused(microbatch):
-            microbatch.is_idle = True
-            return
         call = microbatch.content.next_step()
         if call is None:
             content = microbatch.content
@@ -328,14 +325,10 @@ class Scheduler(Generic[R]):
         return (
             len(microbatch.running) == 1
             and not microbatch.is_old
-            and not self._is_paused(microbatch)
             and microbatch.content.can_look_ahead
             and self.stepper.can_queue(microbatch.number)
             and sum(1 for m in others if not m.is_idle and m.lane.devices & devices) <= len(devices)
         )
-
-    def _is_paused(self, microbatch: Microbatch[R]) -> bool:
-        return False
 
     def _leave_old(self, microbatch: Microbatch[R]) -> bool:
         """Hook: closes an old microbatch if its requests can go on elsewhere."""

@@ -9,7 +9,7 @@ import asyncio
 import base64
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
 from importlib.resources import files
@@ -19,10 +19,10 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.responses import HTMLResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from tessera import __version__
-from tessera.errors import TesseraError
 from tessera.ir import Lane, Plan, ServicePlan
 from tessera.serve.limits import (
     CLIENT,
@@ -44,7 +44,7 @@ from tessera.serve.openai.bodies import (
     TokenizeRequest,
     no_such_model,
 )
-from tessera.serve.openai.errors import ApiError, ErrorDocument, JsonResponse, add_handlers, api_error
+from tessera.serve.openai.errors import ApiError, ErrorDocument, JsonResponse, add_handlers
 from tessera.serve.openai.read import EmbeddingDraft, Endpoint, make_asks
 from tessera.serve.openai.write import (
     Writer,
@@ -83,9 +83,6 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     }.items()
 }
 NEEDS_KEY: dict[int | str, dict[str, Any]] = {401: ERRORS[401]}
-STREAMS: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"application/json": {}, "text/event-stream": {}}, "description": "The answer."}
-}
 
 
 class BodyRoute(NamedTuple):
@@ -134,20 +131,19 @@ def create_app(
     limits = limits or HttpLimits()
     app.state.limiter, app.state.reading = RequestLimiter(limits), Reading(endpoint.card)
     add_handlers(app)
-    bodies = {route.path: BodyResponse(app, route, endpoint, limits) for route in ROUTES}
-    for route in ROUTES:
-        _add_route(app, route, bodies[route.path])
+    for route in ROUTES:  # without FastAPI's own handling, which takes the time of many tokens
+        app.router.routes.append(
+            Route(route.path, BodyEndpoint(app, route, endpoint, limits), methods=["POST"])
+        )
     _add_models(app, endpoint)
     _add_views(app, endpoint, metrics)
-    app.add_middleware(BodyMiddleware, bodies=bodies)
     app.add_middleware(AccessMiddleware, keys=tuple(keys), is_local=is_local, root_path=root_path)
     app.openapi = cache(lambda: _openapi(app))  # type: ignore[method-assign]
     return app
 
 
-class BodyResponse(Response):
+class BodyEndpoint:
     def __init__(self, app: FastAPI, route: BodyRoute, endpoint: Endpoint, limits: HttpLimits) -> None:
-        super().__init__()
         self._state, self._route, self._endpoint, self._limits = app.state, route, endpoint, limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -186,41 +182,16 @@ class BodyResponse(Response):
         await send_document(document, send)
 
 
-class BodyMiddleware:
-    """Answers bodies without FastAPI's routing, which takes the time of many tokens."""
-
-    def __init__(self, app: ASGIApp, bodies: Mapping[str, BodyResponse]) -> None:
-        self._app, self._bodies = app, bodies
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_post = scope["type"] == "http" and scope["method"] == "POST"
-        path = scope["path"].removeprefix(scope["root_path"]) if is_post else ""
-        if path not in self._bodies:
-            await self._app(scope, receive, send)
-            return
-        try:
-            await self._bodies[path](scope, receive, send)
-        except (ApiError, TesseraError) as error:
-            await api_error(error).response(scope, receive, send)
-
-
-def _add_route(app: FastAPI, route: BodyRoute, response: BodyResponse) -> None:
-
-    async def respond() -> Response:
-        return response
-
+def _operation(route: BodyRoute) -> dict[str, Any]:
+    """Of the OpenAPI page."""
     ref = {"$ref": SCHEMAS.format(name=route.body.__name__)}
     body = {"required": True, "content": {"application/json": {"schema": ref}}}
-    app.add_api_route(
-        route.path,
-        respond,
-        methods=["POST"],
-        name=route.path.rpartition("/")[2],
-        description=route.about,
-        tags=["OpenAI" if route.path.startswith("/v1/") else "tokens"],
-        responses=(STREAMS if route.makes == ("text",) else {}) | ERRORS,
-        openapi_extra={"requestBody": body},
-    )
+    kinds = ("application/json", "text/event-stream") if route.makes == ("text",) else ("application/json",)
+    answer = {200: {"content": {kind: {} for kind in kinds}, "description": "The answer."}}
+    name, tag = route.path.rpartition("/")[2], "OpenAI" if route.path.startswith("/v1/") else "tokens"
+    responses = {str(status): response for status, response in (answer | ERRORS).items()}
+    operation = {"tags": [tag], "summary": name.capitalize(), "operationId": f"{name}_post"}
+    return operation | {"description": route.about, "requestBody": body, "responses": responses}
 
 
 def _add_models(app: FastAPI, endpoint: Endpoint) -> None:
@@ -298,6 +269,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     page = get_openapi(title=app.title, version=app.version, routes=app.routes)
     forms = [ErrorDocument, *(route.body for route in ROUTES)]
     page["components"] = {"schemas": msgspec.json.schema_components(forms, ref_template=SCHEMAS)[1]}
+    page["paths"] |= {route.path: {"post": _operation(route)} for route in ROUTES}
     for path in page["paths"].values():  # FastAPI's own errors, which are never sent
         for operation in path.values():
             operation["responses"].pop("422", None)

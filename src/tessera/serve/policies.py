@@ -4,7 +4,7 @@ Groups over several devices are placed by `plan.solve.place`, which counts steps
 them. A policy is planned even if it misses the load's limits. `latency` is for the least time of one request;
 `auto` has it beside the best where it is quicker.
 
-Not handled: splits of models that see pictures.
+Not handled: splits of models that see pictures, or read one token of each sequence a step.
 """
 
 import hashlib
@@ -88,7 +88,7 @@ class ServicePlanner:
 
     def best(self, name: str) -> ir.ServicePlan:
         if name in SPLITS and not self._drafts.can_move:
-            message = f"{name} needs a model without pictures"
+            message = f"{name} needs a model without pictures that reads several tokens a step"
             raise PlanInfeasible(message, "Choose another --policy.")
         return replace(self._planned((name,)), rivals=())
 
@@ -124,7 +124,7 @@ class ServicePlanner:
         config = fluid.FluidConfig(num_rehearsed=MAX_REHEARSED)
         return fluid.CapturedModel(
             self.load, self.cluster, price, fluid.ModelBytes(0, 0.0), config,
-            not self.sees, (), True, shape.microbatches, shape.rows, shape.sizes,
+            shape.is_flat and not self.sees, (), True, shape.microbatches, shape.rows, shape.sizes,
         )  # fmt: skip
 
     def _group(self, policy: str, draft: fluid.GroupDraft) -> ir.Group:

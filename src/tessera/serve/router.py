@@ -11,28 +11,35 @@ A request is placed in a prompts group when a row and pages for its prompt and o
 its destination, so nothing waits for room while it holds some. Full pages that the destination lacks are sent
 after each step, the rest and state by row with the first token. If the destination is lost or a move fails,
 the sequence answers where it is; if the source is lost, it restarts. Pages of a move are given back when the
-move has ended, not before. Where steps write all rows, both microbatches pause.
+move has ended, not before. Where steps write all rows (`is_flat` is False), nothing moves.
 
 A switch of policy hands sequences over: in place where the new policy has a group with the same home, else by
 moving their pages, else they answer where they are, or restart if their prompt is not read.
 """
 
+import math
 from collections.abc import Sequence
+from itertools import count
 
-from tessera.execute.stepper import DeviceBack, Moved, PageMove
-from tessera.ir import Role
+from tessera.execute.lanes import LoadedLane
+from tessera.execute.scheduler import Scheduler, SchedulerConfig, Watcher
+from tessera.execute.stepper import DeviceBack, Moved, PageMove, Stepper
+from tessera.ir import Group, Role, ServicePlan
 from tessera.kernels import PAGE
 from tessera.serve.answer import ActiveRequest
 from tessera.serve.groups import (
-    GroupScheduler,
+    MakeBatch,
     MovingSequence,
     PagesInFlight,
     RoutedGroup,
     RoutedMicrobatch,
     batch_of,
-)  # fmt: skip
+    plans_of,
+)
 from tessera.serve.pages import PagePool, Tables, first_seen, listed, pages_for
+from tessera.serve.records import Counts, GroupView, Shape
 from tessera.serve.sequences import SequenceBatch
+from tessera.serve.step_inputs import Steps
 
 # Largest steps that a prompts group keeps.
 BACKLOG = 2
@@ -40,7 +47,210 @@ BACKLOG = 2
 NEWEST_WEIGHT = 0.05
 
 
-class Router(GroupScheduler):
+class Router(Scheduler[ActiveRequest]):
+    def __init__(
+        self,
+        stepper: Stepper,
+        policies: Sequence[ServicePlan],
+        shape: Shape,
+        make: MakeBatch,
+        config: SchedulerConfig,
+        watcher: Watcher[ActiveRequest],
+        counts: Counts,
+        is_caching: bool = True,
+    ) -> None:
+        self.policies, self._shape, self._make_batch = tuple(policies), shape, make
+        self._is_caching = is_caching and shape.is_paged
+        # By home.
+        self.pools: dict[int, PagePool] = {}
+        self._counts = counts
+        # By policy; by open microbatch.
+        self._groups: list[list[RoutedGroup]] = []
+        self._by_number: dict[int, RoutedGroup] = {}
+        self._opening: RoutedGroup | None = None
+        self._transits: dict[ActiveRequest, MovingSequence] = {}
+        self._moves: dict[int, PagesInFlight] = {}
+        self._move_numbers = count()
+        self._mean_answer = float(max(1, policies[0].load.output_tokens))
+        self._switched_s: float | None = None
+        super().__init__(stepper, self._make_content, config, watcher)
+
+    @property
+    def service_plan(self) -> ServicePlan:
+        return self.policies[self.policy]
+
+    @property
+    def groups(self) -> list[RoutedGroup]:
+        return self._groups[self.policy]
+
+    def _measure(self) -> None:
+        if not self._groups:
+            lanes = {id(lane.plan): lane for lane in self.stepper.lanes.all}
+            self._groups = [[self._routed(g, lanes[id(g.plan)]) for g in p.groups] for p in self.policies]
+        self.plan = self.service_plan.groups[0].plan
+
+    def _routed(self, group: Group, lane: LoadedLane) -> RoutedGroup:
+        costs, shape, steps = self._costs_of(lane), self._shape.of_group(group), Steps.of(group.plan)
+        largest = shape.sizes[-1]
+        answers = next((size for size in shape.sizes if size >= shape.rows), largest)
+        prompt_s = costs[steps.number[largest]].alone_s / largest
+        answer_s = costs[steps.number[answers]].alone_s / shape.rows
+        return RoutedGroup(group, lane, shape, steps, prompt_s, answer_s)
+
+    def switch(self, policy: int) -> None:
+        if policy == self.policy:
+            return
+        self._counts.switches += 1
+        self._switched_s = self.stepper.now_s()
+        super().switch(policy)
+
+    def adopt(self, policies: Sequence[ServicePlan]) -> bool:
+        """Replaces the policies; the one of the same name stays current, else the first.
+
+        False if their plans are those that are loaded.
+        """
+        name, plans = self.service_plan.policy, plans_of(policies)
+        is_new = [*map(id, plans)] != [*map(id, self.stepper.plans)]
+        if is_new:
+            self.stepper.load(plans)
+            self._switched_s = self.stepper.now_s()
+        self.policies, self._groups = tuple(policies), []
+        names = [policy.policy for policy in policies]
+        self.policy = names.index(name) if name in names else 0
+        self._renew()
+        self._judge()
+        return is_new
+
+    def move_s(self) -> float:
+        """Predicted seconds for all pages in use; thread-safe."""
+        return sum(pool.num_used * self._page_s(home) for home, pool in list(self.pools.items()))
+
+    def _page_s(self, home: int) -> float:
+        buffers = next((h.buffers for h in list(self.stepper.lanes.homes.values()) if h.number == home), {})
+        links = self.stepper.plans[0].cluster.links
+        slowest = min((link.gbps for link in links), default=math.inf)
+        return sum(buffer.page_bytes for buffer in buffers.values()) / (1e9 * slowest)
+
+    def _renew(self) -> None:
+        self._measure()
+        homes = {home.number for home in self.stepper.lanes.homes.values()}
+        for number in [number for number in self.pools if number not in homes]:
+            del self.pools[number]
+        for microbatch in self.microbatches.values():
+            alike = [g for g in self.groups if g.is_like(self._by_number[microbatch.number])]
+            microbatch.is_old = not alike
+            if alike:
+                self._by_number[microbatch.number] = alike[0]
+        for transit in [t for t in self._transits.values() if t.destination.is_old]:
+            self._stay(transit)
+        self._close_old()
+        self._may_seat = True
+        for microbatch in self.microbatches.values():
+            self._awake(microbatch)
+        self._note_switched()
+
+    def _note_switched(self) -> None:
+        if self._switched_s is not None and not any(m.is_old for m in self.microbatches.values()):
+            self._counts.last_switch_ms = 1e3 * (self.stepper.now_s() - self._switched_s)
+            self._switched_s = None
+
+    @property
+    def is_idle(self) -> bool:
+        busy = any(m.content.num_used or not m.is_idle for m in self.microbatches.values())
+        return not (self.queue or busy or self._moves)
+
+    def _make_content(self, number: int, lane: LoadedLane) -> SequenceBatch:
+        group = self._opening
+        assert group is not None, "a microbatch is opened for a group"
+        self._by_number[number] = group
+        return self._make_batch(
+            number, group, self.pool_of(group), lambda request: self._evict(number, request)
+        )
+
+    def group_of(self, microbatch: RoutedMicrobatch) -> RoutedGroup:
+        return self._by_number[microbatch.number]
+
+    def pool_of(self, group: RoutedGroup) -> PagePool | None:
+        """None: each microbatch has its own."""
+        if group.home is None:
+            return None
+        if group.home not in self.pools:
+            shape = group.shape
+            self.pools[group.home] = PagePool(shape.pool_tokens // PAGE, self._is_caching, shape.windows)
+        return self.pools[group.home]
+
+    def every_pool(self) -> list[PagePool]:
+        shared = [pool for group in self.groups if (pool := self.pool_of(group)) is not None]
+        own = [batch_of(m).pool for m in list(self.microbatches.values()) if self.group_of(m).home is None]
+        return list({id(pool): pool for pool in (*shared, *own)}.values())
+
+    def views(self) -> tuple[GroupView, ...]:
+        """Thread-safe."""
+        found, numbers = [], dict(self._by_number)
+        for routed in self.groups:
+            size = routed.group.size
+            batches = [m.content for n, m in list(self.microbatches.items()) if numbers.get(n) is routed]
+            places = sum(content.num_used for content in batches)
+            coming = sum(content.num_coming for content in batches if isinstance(content, SequenceBatch))
+            most = size.sequences * size.microbatches
+            sizes = (size.role, size.devices, size.sequences, size.tokens, size.microbatches)
+            found.append(GroupView(*sizes, most, places, coming))
+        return tuple(found)
+
+    def _usable(self) -> list[RoutedGroup]:
+        """Groups without a lost device: of the current policy, else of any."""
+        lost = self.stepper.lanes.lost
+        for groups in (self.groups, [group for policy in self._groups for group in policy]):
+            usable = [group for group in groups if not group.lane.devices & lost]
+            if usable:
+                return usable
+        return []
+
+    def open_of(self, group: RoutedGroup) -> list[RoutedMicrobatch]:
+        """In order of opening."""
+        return [m for n, m in self.microbatches.items() if self._by_number[n] is group and not m.is_old]
+
+    def _place(self, group: RoutedGroup, is_pull: bool = False) -> RoutedMicrobatch | RoutedGroup | None:
+        """A microbatch of a group with room for one more; the group itself: open one; None: it is full.
+
+        On one device microbatches are filled one after the other, because every step reads all weights; on
+        several they are filled evenly. `is_pull`: only microbatches that read no prompt.
+        """
+        opened = self.open_of(group)
+        most = self._config.depth
+        has_number = most is None or len(self.microbatches) < most
+        can_open = has_number and len(opened) < group.group.microbatches
+        is_divided = len(group.lane.devices) > 1
+        if is_divided and can_open and all(m.content.num_used for m in opened):
+            return group
+        fitting = [m for m in opened if m.content.takes and not (is_pull and batch_of(m).is_reading)]
+        if fitting:
+            return min(fitting, key=lambda m: m.content.num_used) if is_divided else fitting[0]
+        return group if can_open else None
+
+    def _opened(self, place: RoutedMicrobatch | RoutedGroup) -> RoutedMicrobatch:
+        if isinstance(place, RoutedGroup):
+            self._opening = place
+            place = self._open(place.lane)
+            place.without = frozenset()
+        return place
+
+    def _close(self, microbatch: RoutedMicrobatch) -> None:
+        super()._close(microbatch)
+        del self._by_number[microbatch.number]
+        self._note_switched()
+
+    def _work_s(self, group: RoutedGroup) -> float:
+        batches = [batch_of(microbatch) for microbatch in self.open_of(group)]
+        unread, unanswered = sum(x.num_unread for x in batches), sum(x.num_unanswered for x in batches)
+        return unread * group.prompt_s + unanswered * group.answer_s
+
+    def _found(self, request: ActiveRequest, group: RoutedGroup) -> int:
+        pool = None if group.home is None else self.pools.get(group.home)
+        if not self._is_caching or pool is None or request.wants_prompt:
+            return 0
+        return PAGE * len(pool.find(request.keys((len(request.sequence) - 1) // PAGE))[0])
+
     def _seat_next(self) -> bool:
         request = self.queue.peek()
         if request is None:
@@ -49,7 +259,7 @@ class Router(GroupScheduler):
         groups = self._usable()
         prompts = [group for group in groups if group.role is Role.PROMPTS]
         others = [group for group in groups if group.role is not Role.PROMPTS]
-        if not (prompts and others):
+        if not (prompts and others and self._shape.is_flat):
             return self._seat(request, groups)
         near = [group for group in others if self._reads_rest(request, group)]
         if near and self._seat(request, near):
@@ -183,9 +393,7 @@ class Router(GroupScheduler):
         tables, read = position
         is_read = read == batch.stop_of(request)
         has_row = is_read and not self._shape.is_paged
-        if has_row and not self._shape.is_flat and not transit.is_pausing:
-            self._pause(transit, 1)
-        if has_row and (transit.in_flight or (transit.is_pausing and self._is_busy(transit))):
+        if has_row and transit.in_flight:
             return
         if transit.pool is None and not has_row:
             if is_read:
@@ -222,21 +430,6 @@ class Router(GroupScheduler):
         elif is_read and not transit.in_flight:
             self._arrive(transit, read)
 
-    def _pause(self, transit: MovingSequence, change: int) -> None:
-        transit.is_pausing = change > 0
-        for microbatch in (transit.source, transit.destination):
-            self._pauses[microbatch] += change
-            if not self._pauses[microbatch]:
-                del self._pauses[microbatch]
-                if self.microbatches.get(microbatch.number) is microbatch:
-                    self._awake(microbatch)
-
-    def _is_paused(self, microbatch: RoutedMicrobatch) -> bool:
-        return microbatch in self._pauses
-
-    def _is_busy(self, transit: MovingSequence) -> bool:
-        return any(m.running or m.held is not None for m in (transit.source, transit.destination))
-
     def _arrive(self, transit: MovingSequence, read: int, row: int | None = None) -> None:
         request, source = transit.request, batch_of(transit.source)
         del self._transits[request]
@@ -265,8 +458,6 @@ class Router(GroupScheduler):
         if not has_failed:
             self._counts.pages_moved += len(move.pages)
             if row is not None:
-                if transit.is_pausing:
-                    self._pause(transit, -1)
                 position = batch_of(transit.source).position(transit.request)
                 assert position is not None, "it is held there"
                 self._arrive(transit, position[1], row)
@@ -307,8 +498,6 @@ class Router(GroupScheduler):
         self.awake_waiting()
 
     def _cancel(self, transit: MovingSequence) -> None:
-        if transit.is_pausing:
-            self._pause(transit, -1)
         if self.microbatches.get(transit.destination.number) is transit.destination:
             batch_of(transit.destination).cancel(transit.num_expected)
 
@@ -331,7 +520,7 @@ class Router(GroupScheduler):
         groups: Sequence[RoutedGroup],
     ) -> None:
         position = batch.position(request)
-        if position is None or home is None:
+        if position is None or home is None or not self._shape.is_flat:
             if position is None or batch.can_move:
                 self._restart(request, batch)
             return

@@ -270,8 +270,6 @@ class SequenceBatch:
         size, skips = self._size_of(planned), skipped_outputs(planned)
         num_waiting = sum(s.request.can_wait and s.waits for s, _, _ in planned)
         can_follow = self._sight is None and (LEAST_AHEAD + 1) * num_waiting <= len(planned)
-        if not self._shape.is_flat and any(part.sequence.stop is not None for part in planned):
-            can_follow = False  # the next step would overwrite the row of one that leaves
         guided = [n for n, part in enumerate(planned) if part.guide is not None] if self._guides else []
         is_open = any(planned[number].sequence.num_due for number in guided)
         inputs: Tensors = {}

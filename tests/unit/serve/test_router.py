@@ -38,19 +38,18 @@ from tessera.serve.service import Service
 
 LONG = Ask(tuple(range(1, 20)), 28, GREEDY, ignores_end=True)
 ROLES = (Role.ANSWERS, Role.MIXED)
-# State in pages; and by row, token by token or packed.
+# State in pages; and by row.
 SHAPES = (
     SHAPE,
-    replace(SHAPE, sizes=(2, SHAPE.rows), is_flat=False),
     replace(SHAPE, has_rows=True),
     replace(SHAPE, windows=(0, 6)),
 )
-by_shape = pytest.mark.parametrize("shape", SHAPES, ids=["pages", "rows", "packed", "windows"])
+by_shape = pytest.mark.parametrize("shape", SHAPES, ids=["pages", "rows", "windows"])
 by_seed = pytest.mark.parametrize(
     ("shape", "seed"),
     some_of(
-        [(SHAPE, 0), (SHAPE, 1), (SHAPE, 2), (SHAPES[1], 0), (SHAPES[2], 1), (SHAPES[3], 0), (SHAPES[3], 1)],
-        [(SHAPE, 0), (SHAPES[1], 0), (SHAPES[2], 1), (SHAPES[3], 0)],
+        [(SHAPE, 0), (SHAPE, 1), (SHAPE, 2), (SHAPES[1], 1), (SHAPES[2], 0), (SHAPES[2], 1)],
+        [(SHAPE, 0), (SHAPES[1], 1), (SHAPES[2], 0)],
     ),
 )
 
@@ -304,7 +303,6 @@ def test_cancelled_requests_leave_nothing_behind(shape: Shape) -> None:
 
     assert 0 == sum(pool.num_used for pool in router.pools.values())
     assert not router._transits
-    assert not router._pauses
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -330,7 +328,7 @@ def test_nobody_waits_forever_with_few_pages(role: Role, seed: int) -> None:
 
 
 @pytest.mark.usefixtures("checked")
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2]], ids=["pages", "packed"])
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1]], ids=["pages", "rows"])
 def test_a_sequence_without_pages_moves_where_there_are_some(shape: Shape) -> None:
     """In place of preemption: all began on one device while the other was away."""
     shape = replace(shape, pool_tokens=PAGE * 9)
