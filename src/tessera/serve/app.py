@@ -183,7 +183,7 @@ class BodyEndpoint:
 
 
 def _operation(route: BodyRoute) -> dict[str, Any]:
-    """Of the OpenAPI page."""
+    """Entry of the OpenAPI page."""
     ref = {"$ref": SCHEMAS.format(name=route.body.__name__)}
     body = {"required": True, "content": {"application/json": {"schema": ref}}}
     kinds = ("application/json", "text/event-stream") if route.makes == ("text",) else ("application/json",)
