@@ -221,19 +221,17 @@ def check(workload: Workload, recording: Recording, row: dict[str, Any]) -> dict
     row["compiled_model_repeats_itself"] = not differences(wanted, again)
     replays: dict[str, CudaReplay] = {}
     row["bit_equal"], row["differing"] = {}, {}
-    for name, kernels in (("replay", recording.relaunch), ("replay from PTX", None)):
-        try:
-            mine = copies(state)
-            replay = CudaReplay(recording.trace, {**weights, **inputs, **mine}, kernels)
-            found = replay.run()
-        except (TesseraError, RuntimeError) as error:
-            row.setdefault("failed", {})[name] = f"{error}\n{traceback.format_exc()}"
-            continue
-        torch.cuda.synchronize()
-        differing = differences(wanted, found) + differences(wanted_state, mine)
-        row["bit_equal"][name], row["differing"][name] = not differing, differing[:8]
-        replays[name] = replay
-    return replays
+    try:
+        mine = copies(state)
+        replay = CudaReplay(recording.trace, {**weights, **inputs, **mine})
+        found = replay.run()
+    except (TesseraError, RuntimeError) as error:
+        row["failed"] = {"replay": f"{error}\n{traceback.format_exc()}"}
+        return replays
+    torch.cuda.synchronize()
+    differing = differences(wanted, found) + differences(wanted_state, mine)
+    row["bit_equal"]["replay"], row["differing"]["replay"] = not differing, differing[:8]
+    return {"replay": replay}
 
 
 def add_torch_compile(
@@ -304,7 +302,7 @@ def table(rows: list[dict[str, Any]], about: Mapping[str, str], command: str) ->
         "compiled through Dynamo with torch's own settings, in brackets whether it has the same bits.",
         "",
         "| step | batch x context | launches (Triton) | immovable | capture s | compiled us "
-        "| replay / compiled | equal | from PTX / compiled | equal | torch.compile / compiled |",
+        "| replay / compiled | equal | torch.compile / compiled |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [_line(row) for row in rows]
@@ -331,8 +329,6 @@ def _line(row: dict[str, Any]) -> str:
         "-" if compiled is None else f"{compiled:.0f}",
         ratio.get("replay", "-"),
         say("replay"),
-        ratio.get("replay from PTX", "-"),
-        say("replay from PTX"),
         f"{ratio['torch.compile']} ({row['torch_compile_bit_equal']})" if "torch.compile" in ratio else "-",
     ]
     return "| " + " | ".join(map(str, cells)) + " |"

@@ -4,6 +4,7 @@
     python benchmarks/packed_folder.py qwen3-8b fp8 FOLDER
     python benchmarks/packed_folder.py llama-3-8b gptq FOLDER
     python benchmarks/packed_folder.py qwen3-8b plain FOLDER      config.json alone, for --random-weights
+    python benchmarks/packed_folder.py llama-3-8b gptq FOLDER --layers 8
 
 Layers share their values: only sizes and layouts matter. Experts (mxfp4) or linear layers but the last one
 are quantised, as published.
@@ -59,12 +60,13 @@ METHODS: dict[str, tuple[dict[str, Any], Callable[..., Parts], tuple[str, ...]]]
 }
 
 
-def configuration(model: str) -> Any:
+def configuration(model: str, layers: int) -> Any:
     import transformers
 
     from tessera.capture.models.catalog import LANGUAGE
 
     family, sizes = ("qwen3", QWEN3_8B) if model == "qwen3-8b" else LANGUAGE[model][:2]
+    sizes = {**sizes, **({"num_hidden_layers": layers} if layers else {})}
     return transformers.AutoConfig.for_model(family, **sizes, dtype="bfloat16", tie_word_embeddings=False)
 
 
@@ -81,11 +83,11 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     PreTrainedTokenizerFast(tokenizer_object=pieces).save_pretrained(folder)
 
 
-def write(model: str, method: str, folder: Path) -> None:
+def write(model: str, method: str, folder: Path, layers: int) -> None:
     import transformers
 
     settings, make, suffixes = METHODS[method]
-    config = configuration(model)
+    config = configuration(model, layers)
     with torch.device("meta"):
         built = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     config.architectures = [type(built).__name__]
@@ -125,8 +127,9 @@ def main() -> None:
     parser.add_argument("model", help="a built-in model, or qwen3-8b")
     parser.add_argument("method", choices=list(METHODS))
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--layers", type=int, default=0, help="0: all of them")
     args = parser.parse_args()
-    write(args.model, args.method, args.folder)
+    write(args.model, args.method, args.folder, args.layers)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Replay: the launches of a trace on one GPU, in program order, as one CUDA graph, to compare bits and times.
 
-Operators are dispatched again; kernels with PTX are launched from the compiled objects handed in, or else
-their PTX is loaded by the driver. Weights, inputs and state keep their memory; temporaries come from the
-graph's own pool and go back to it after their last use, as in the program that was recorded. Random numbers
-are drawn from the state of the generator that is given with the rest of the state.
+Operators are dispatched again; the PTX of other kernels is loaded by the driver. Weights, inputs and state
+keep their memory; temporaries come from the graph's own pool and go back to it after their last use, as in
+the program that was recorded. Random numbers are drawn from the state of the generator that is given with the
+rest of the state.
 
 One device only, and nothing of the runtime but its launches.
 """
@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from tessera.execute.cuda.share import own_workspaces
-from tessera.execute.launcher import Launchable, Launcher, drawing
+from tessera.execute.launcher import Launcher, drawing
 from tessera.execute.memory import Memory, constant, fresh, storage_of, tensor_of
 from tessera.ir import GENERATOR, Buffer, BufferKind, Trace
 
@@ -31,18 +31,17 @@ class CudaReplay:
         self,
         trace: Trace,
         given: Tensors,
-        kernels: Mapping[int, Launchable] | None = None,
         order: Sequence[int] | None = None,
     ) -> None:
         """Captures the graph.
 
-        `given`: weights, inputs and state by buffer name. `kernels`: compiled objects by kernel. `order`: the
+        `given`: weights, inputs and state by buffer name. `order`: the
         launches in another order than the program's, which the caller has found to respect its dependencies.
         """
         self._trace = trace
         self._device = next(t.device for name, t in given.items() if not name.startswith(GENERATOR))
         self._given = {i: self._bind(b, given) for i, b in enumerate(trace.buffers) if is_given(b)}
-        self._launcher = Launcher(trace, self._device, kernels)
+        self._launcher = Launcher(trace, self._device)
         self._order = list(range(len(trace.launches)) if order is None else order)
         self._last_use = _last_uses(trace, self._order)
         self.outputs: dict[str, torch.Tensor] = {}

@@ -85,7 +85,7 @@ def test_compiled_code_draws_from_the_same_generator() -> None:
     with rng.entered(wanted_state):
         wanted = recording.code.run(compiled.weights(), compiled.make_inputs(0), {})
     given = {**compiled.weights(), **compiled.make_inputs(0), **state}
-    found = CudaReplay(recording.trace, given, recording.relaunch).run()
+    found = CudaReplay(recording.trace, given).run()
     torch.cuda.synchronize()
 
     assert same(wanted, found)

@@ -78,7 +78,7 @@ def test_compiled_launches_replayed_have_the_compiled_models_bits(model: str, ki
     wanted_state, state = workload.make_state(0), workload.make_state(0)
     wanted = recording.code.run(workload.weights(), workload.make_inputs(0), wanted_state)
     given = {**workload.weights(), **workload.make_inputs(0), **state}
-    found = CudaReplay(recording.trace, given, recording.relaunch).run()
+    found = CudaReplay(recording.trace, given).run()
     torch.cuda.synchronize()
 
     assert [] == same(wanted, found) + same(wanted_state, state)

@@ -39,13 +39,12 @@ def compiled_result(kind: str) -> tuple[dict[str, torch.Tensor], dict[str, torch
     return outputs, state
 
 
-def replay_equals(kind: str, compiled_objects: bool, order: list[int] | None = None) -> bool:
+def replay_equals(kind: str, order: list[int] | None = None) -> bool:
     """Whether a replay as one CUDA graph has the bits of the compiled model."""
     mine = workload(kind)
     state = mine.make_state(0)
     given = {**mine.weights(), **mine.make_inputs(0), **state}
-    kernels = recording(kind).relaunch if compiled_objects else None
-    found = CudaReplay(recording(kind).trace, given, kernels, order).run()
+    found = CudaReplay(recording(kind).trace, given, order).run()
     outputs, wanted = compiled_result(kind)
     torch.cuda.synchronize()
     pairs = [(outputs[n], found[n]) for n in outputs] + [(wanted[n], state[n]) for n in wanted]
@@ -69,12 +68,7 @@ def random_order(graph: Graph, rng: random.Random, without: Hazard | None = None
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 def test_replay_has_the_bits_of_the_compiled_model(kind: str) -> None:
     """The captured launches as one CUDA graph give the same outputs and state, bit for bit."""
-    assert replay_equals(kind, compiled_objects=True)
-
-
-def test_replay_from_ptx_text_has_the_same_bits() -> None:
-    """The trace alone is enough: the driver compiles its PTX."""
-    assert replay_equals("decode", compiled_objects=False)
+    assert replay_equals(kind)
 
 
 def test_every_triton_launch_carries_ptx_and_is_proved() -> None:
@@ -92,7 +86,7 @@ def test_random_orders_have_the_same_bits() -> None:
     graph = build_graph(recording("decode").trace)
     rng = random.Random(0)
 
-    assert all(replay_equals("decode", True, random_order(graph, rng)) for _ in range(10))
+    assert all(replay_equals("decode", random_order(graph, rng)) for _ in range(10))
 
 
 def test_orders_that_ignore_true_dependencies_differ() -> None:
@@ -100,4 +94,4 @@ def test_orders_that_ignore_true_dependencies_differ() -> None:
     graph = build_graph(recording("decode").trace)
     rng = random.Random(0)
 
-    assert not all(replay_equals("decode", True, random_order(graph, rng, Hazard.RAW)) for _ in range(3))
+    assert not all(replay_equals("decode", random_order(graph, rng, Hazard.RAW)) for _ in range(3))

@@ -39,8 +39,6 @@ from tessera.ir import Kernel, Origin
 from tessera.kernels.launch import Grid, run_kernel
 from tessera.kernels.ptx import FAR, tables_of
 
-Relaunch = Callable[[Grid, Sequence[Any]], None]
-
 _REQNTID = re.compile(r"\.reqntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?")
 _PLAIN = (bool, int, float, str, type(None))
 # Every GPU since Ampere runs this PTX.
@@ -59,7 +57,6 @@ class OwnLaunch:
     # Tensors passed as tables, by index; and why some could not be read.
     tables: tuple[tuple[int, torch.Tensor], ...] = ()
     unread: str = ""
-    relaunch: Relaunch | None = None
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -130,10 +127,6 @@ def _launch(
 ) -> OwnLaunch:
     params = [n for n, kind in signature.items() if kind != "constexpr"]
 
-    def relaunch(grid: Grid, args: Sequence[Any]) -> None:
-        values = iter(args)
-        compiled[grid](*(constants[n] if n in constants else next(values) for n in signature))
-
     kernel = _kernel(compiled, function, signature, constants)
     return OwnLaunch(
         kernel,
@@ -141,7 +134,6 @@ def _launch(
         (int(grid[0]), int(grid[1]), int(grid[2])),
         block_of(kernel),
         mutated=frozenset(i for i, n in enumerate(params) if n in mutated),
-        relaunch=relaunch,
     )
 
 

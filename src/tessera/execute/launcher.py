@@ -8,7 +8,7 @@ A draw runs with the device's default generator set from the generator's buffer 
 updated.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
@@ -20,19 +20,14 @@ from tessera.errors import WorkerError
 from tessera.execute.memory import Memory, Storage, tensor_of
 from tessera.ir import GENERATOR, Arg, Launch, Origin, Symbol, Trace, View
 from tessera.kernels import MODULES
-from tessera.kernels.launch import Grid, run_kernel
+from tessera.kernels.launch import run_kernel
 
-# (grid, arguments of the PTX entry) -> launches on the current stream.
-Launchable = Callable[[Grid, Sequence[Any]], None]
 Make = Callable[[Memory], Any]
 
 
 class Launcher:
-    def __init__(
-        self, trace: Trace, device: torch.device, kernels: Mapping[int, Launchable] | None = None
-    ) -> None:
-        """`kernels`: compiled objects valid on this device; others are loaded from PTX."""
-        self._trace, self._device, self._kernels = trace, device, kernels or {}
+    def __init__(self, trace: Trace, device: torch.device) -> None:
+        self._trace, self._device = trace, device
         self._ready: dict[int, Callable[[Memory], None]] = {}
 
     def run(self, launch: int, memory: Memory) -> None:
@@ -89,19 +84,14 @@ class Launcher:
 
     def _prepare_kernel(self, index: int, launch: Launch) -> Callable[[Memory], None]:
         kernel, args = self._trace.kernel_of(index), [self._maker(arg) for arg in launch.args]
-        compiled = self._kernels.get(launch.kernel)
-        if not kernel.ptx and compiled is None:
+        if not kernel.ptx:
             remedy = "Capture it again."
             raise WorkerError(f"launch {index} ({kernel.name}) is not an operator and has no PTX", remedy)
         x, y, z = (*launch.grid, 1, 1, 1)[:3]
         u, v, w = (*launch.block, 1, 1, 1)[:3]
 
         def call(memory: Memory) -> None:
-            values = [make(memory) for make in args]
-            if compiled is not None:
-                compiled((x, y, z), values)
-            else:
-                run_kernel(kernel, (x, y, z), (u, v, w), values)
+            run_kernel(kernel, (x, y, z), (u, v, w), [make(memory) for make in args])
 
         return call
 

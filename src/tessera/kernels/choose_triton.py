@@ -17,6 +17,7 @@ import triton.language as tl
 
 from tessera.kernels.choice import MAX_TOP, OUT_OF_REACH, SMALL_DRAW, Number, Setting
 from tessera.kernels.choose import results
+from tessera.kernels.overlap_triton import launch_next, overlaps, wait_previous
 
 _MAX_BLOCK, _MAX_WARPS = 4096, 16
 # Programs that keep a large card busy.
@@ -67,6 +68,8 @@ def choose(
     sizes = {"VOCAB": vocab, "LOGITS_ROW": logits.stride(0), "BLOCK": block, "SPAN": span}
     sizes["SEGMENTS"] = segments
     sizes["SEGMENTS_PAD"] = triton.next_power_of_2(segments)
+    overlap = overlaps(logits.device)
+    sizes |= {"OVERLAPS": overlap, "launch_pdl": overlap}
     warps = {"num_warps": min(_MAX_WARPS, max(4, block // 256))}
     choose_largest[rows, segments](
         logits, last, settings, numbers, edits, masks, scratch, bests, places, WORDS=masks.shape[1], **sizes,
@@ -89,8 +92,10 @@ def choose(
 def choose_largest(
     logits, last, settings, numbers, edits, masks, scratch, bests, places,
     VOCAB: tl.constexpr, LOGITS_ROW: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
-    SEGMENTS: tl.constexpr, SEGMENTS_PAD: tl.constexpr, WORDS: tl.constexpr,
+    SEGMENTS: tl.constexpr, SEGMENTS_PAD: tl.constexpr, WORDS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    launch_next(OVERLAPS)
+    wait_previous(OVERLAPS)
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits += row * LOGITS_ROW
     scratch += row * VOCAB
@@ -194,8 +199,10 @@ def _base(settings):
 def choose_narrow(
     logits, settings, numbers, scratch, bests, sums_before, bounds_before, sums, bounds, lows, highs,
     VOCAB: tl.constexpr, LOGITS_ROW: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
-    SEGMENTS: tl.constexpr, SEGMENTS_PAD: tl.constexpr, ROUND: tl.constexpr,
+    SEGMENTS: tl.constexpr, SEGMENTS_PAD: tl.constexpr, ROUND: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    launch_next(OVERLAPS)
+    wait_previous(OVERLAPS)
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     settings += row * _NUM_SETTINGS
     numbers += row * _NUM_NUMBERS
@@ -278,9 +285,11 @@ def _totals(sums, SEGMENTS: tl.constexpr, SEGMENTS_PAD: tl.constexpr):
 def choose_limit(
     logits, settings, numbers, scratch, bests, sums, bounds, lows, highs, limits,
     VOCAB: tl.constexpr, LOGITS_ROW: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
-    SEGMENTS: tl.constexpr, SEGMENTS_PAD: tl.constexpr,
+    SEGMENTS: tl.constexpr, SEGMENTS_PAD: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """`sums` are the first, `bounds` the last."""
+    launch_next(OVERLAPS)
+    wait_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     settings += row * _NUM_SETTINGS
     numbers += row * _NUM_NUMBERS
@@ -365,8 +374,10 @@ def _above(
 def choose_race(
     logits, settings, numbers, scratch, bests, limits, scores, winners,
     VOCAB: tl.constexpr, LOGITS_ROW: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
-    SEGMENTS: tl.constexpr, SEGMENTS_PAD: tl.constexpr,
+    SEGMENTS: tl.constexpr, SEGMENTS_PAD: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    launch_next(OVERLAPS)
+    wait_previous(OVERLAPS)
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     settings += row * _NUM_SETTINGS
     numbers += row * _NUM_NUMBERS
@@ -397,8 +408,10 @@ def choose_race(
 def choose_token(
     logits, settings, numbers, scratch, bests, places, scores, winners, tokens, logprobs, top,
     VOCAB: tl.constexpr, LOGITS_ROW: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
-    SEGMENTS: tl.constexpr, SEGMENTS_PAD: tl.constexpr,
+    SEGMENTS: tl.constexpr, SEGMENTS_PAD: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    launch_next(OVERLAPS)
+    wait_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     logits += row * LOGITS_ROW
     numbers += row * _NUM_NUMBERS

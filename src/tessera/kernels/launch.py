@@ -1,10 +1,14 @@
 """One launch of a PTX kernel, by the driver on a GPU or by the interpreter on a CPU.
 
+Since Hopper a kernel is launched while the one before it still runs, and waits for its end as its first
+instruction (`overlapping`), which hides the launch.
+
 A list of tensors is passed as the address of a table of pointers. Pointers behind the launch's arguments
 (Triton's scratch memory, which `capture` has proved unused) are null.
 """
 
 import ctypes
+import re
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -25,6 +29,29 @@ _TYPES: dict[str, Any] = {
 }  # fmt: skip
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _STATIC_SHARED_LIMIT = 48 << 10
+_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+# The first that launches kernels before their predecessors have ended, and the PTX that waits there.
+OVERLAPPING, _PTX_VERSION = 90, (7, 8)
+_WAIT = "\n\tgriddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;"
+_HEAD = re.compile(r"\.version\s+(\d+)\.(\d+).*?\.target\s+sm_(\d+)", re.DOTALL)
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: 72 bytes."""
+
+    _fields_ = (("kind", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("num", ctypes.c_uint),
+    )  # fmt: skip
+
+
+_OVERLAPPED = _Attribute(_SERIALIZATION, 0, (ctypes.c_int * 16)(1))
 
 
 @cache
@@ -48,7 +75,7 @@ def run_kernel(kernel: Kernel, grid: Grid, block: Grid, args: Sequence[Any]) -> 
 
 @cache  # unbounded: loading a module again during a graph capture would break the capture
 def _loaded(kernel: Kernel, block: Grid, card: int) -> "PtxKernel":
-    return PtxKernel(kernel, block)
+    return PtxKernel(kernel, block, overlaps=True)
 
 
 def _interpret(kernel: Kernel, grid: Grid, block: Grid, args: Sequence[Any]) -> None:
@@ -84,8 +111,24 @@ def _bytes(storage: torch.UntypedStorage) -> Any:
     return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(storage.data_ptr()))
 
 
+def overlapping(ptx: str, name: str) -> str:
+    """The text for cards since Hopper, with a wait as the kernel's first instruction; "" if it has no place.
+
+    Every thread waits, so a kernel that ends has seen the end of all before it.
+    """
+    head, entry = _HEAD.search(ptx), re.search(rf"\.entry\s+{re.escape(name)}\b[^{{]*{{", ptx)
+    if head is None or entry is None or "griddepcontrol" in ptx:
+        return ""
+    version, target = (int(head[1]), int(head[2])), int(head[3])
+    if version < _PTX_VERSION:
+        return ""
+    text = ptx[: entry.end()] + _WAIT + ptx[entry.end() :]
+    return text if target >= OVERLAPPING else f"{ptx[: head.start(3)]}{OVERLAPPING}{text[head.end(3) :]}"
+
+
 class PtxKernel:
-    def __init__(self, kernel: Kernel, block: tuple[int, ...]) -> None:
+    def __init__(self, kernel: Kernel, block: tuple[int, ...], overlaps: bool = False) -> None:
+        """`overlaps`: the kernel waits for nothing but memory, so the next may be launched while it runs."""
         torch.cuda.current_stream()  # creates the context
         self._name, self._shared = kernel.name, kernel.shared_bytes
         self._types = [kind for _, kind in kernel.signature if kind != "constexpr"]
@@ -93,8 +136,11 @@ class PtxKernel:
         self._block = (x, y, z)
         self._module = ctypes.c_void_p()
         self._function = ctypes.c_void_p()
-        cuda = driver()
-        text = ctypes.c_char_p(kernel.ptx.encode())
+        cuda, waiting = driver(), ""
+        if overlaps and torch.cuda.get_device_capability() >= divmod(OVERLAPPING, 10):
+            waiting = overlapping(kernel.ptx, kernel.name)
+        self._attributes = (_Attribute * 1)(_OVERLAPPED) if waiting else None
+        text = ctypes.c_char_p((waiting or kernel.ptx).encode())
         self._ask(cuda.cuModuleLoadData(ctypes.byref(self._module), text), "load")
         name = kernel.name.encode()
         self._ask(cuda.cuModuleGetFunction(ctypes.byref(self._function), self._module, name), "find")
@@ -110,9 +156,9 @@ class PtxKernel:
         values += [ctypes.c_uint64(0) for _ in self._sizes[len(values) :]]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        status = driver().cuLaunchKernel(
-            self._function, *grid, *self._block, self._shared, stream, pointers, None
-        )
+        given = (stream, self._attributes, 1 if self._attributes else 0)
+        config = _Config((ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*self._block), self._shared, *given)
+        status = driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None)
         self._ask(status, "launch")
 
     def _value(self, arg: Any, kind: str) -> Any:

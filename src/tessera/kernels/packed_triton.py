@@ -25,17 +25,19 @@ import triton.language as tl
 from torch.nn.functional import linear
 
 from tessera.kernels.grouped import rotated
+from tessera.kernels.overlap_triton import launch_next, overlaps, wait_previous
 from tessera.kernels.packing import BLOCKS, GROUP, MIDDLE, PLAIN, dequantise, num_columns
 
 # Rows, of each expert, from which a weight is written out.
 MANY_ROWS, MANY_EACH, MAX_EXPERTS_BYTES = 256, 128, 2 << 30
-# Rows beyond which inputs are rounded to FP8; rows, and blocks of inputs, are multiples of these.
-MAX_WIDE_ROWS, FLOAT8_ALIGN, HOPPER = 64, 4, (9, 0)
+# Rows beyond which inputs are rounded to FP8, and beyond which the library multiplies them; rows and blocks
+# of inputs are multiples of the third.
+FEW_ROWS, MAX_OWN_ROWS, FLOAT8_ALIGN, HOPPER = 16, 64, 4, (9, 0)
 MAX_DEPTH, MIN_DEPTH = 128, 32
 # Programs that keep a large card's memory busy, and the least iterations of one.
 _BUSY, _LEAST = 200, 4
 # Those of tiled weights: of 16 rows, of more.
-_BUSY_FEW, _BUSY_MORE = 264, 128
+_BUSY_FEW, _BUSY_MORE = 190, 128
 _MAX_SPLITS = 8
 # Bytes per output, row and split.
 _JOINED = 8
@@ -52,12 +54,14 @@ class ProductTile:
     stages: int = _STAGES
 
 
-def tile_for(rows: int, experts: int, outputs: int, iterations: int, line: int, tiled: bool) -> ProductTile:
-    """`line`: bytes of an output's codes."""
+def tile_for(
+    rows: int, experts: int, outputs: int, iterations: int, line: int, tiled: bool, busy: int = 0
+) -> ProductTile:
+    """`line`: bytes of an output's codes; `busy`: programs that are enough."""
     each = rows if experts == 1 else -(-2 * rows // experts)
     tile_rows = min(max(16, triton.next_power_of_2(each)), 64)
     programs = -(-outputs // _COLUMNS) * (-(-rows // tile_rows) if experts == 1 else min(experts, rows))
-    busy = (_BUSY_FEW if tile_rows == 16 else _BUSY_MORE) if tiled else _BUSY
+    busy = busy or ((_BUSY_FEW if tile_rows == 16 else _BUSY_MORE) if tiled else _BUSY)
     joined = _JOINED if tiled else 2 * _JOINED
     splits, most = 1, min(_MAX_SPLITS, line // (joined * rows))
     while 2 * splits <= most and splits * programs < busy and iterations >= 2 * splits * _LEAST:
@@ -105,8 +109,8 @@ def multiply(
     experts, outputs = codes.shape[:2]
     depth = MAX_DEPTH if weight_format in PLAIN else depth_of(columns, block[1])
     is_blocks = weight_format == BLOCKS and columns % (FLOAT8_ALIGN * GROUP) == 0
-    if offsets is None and is_blocks and rows > MAX_WIDE_ROWS and multiplies_blocks(x.device, x.dtype):
-        return _float8_linear(x, codes[0], scales[0], bias)
+    if offsets is None and is_blocks and rows > FEW_ROWS and multiplies_blocks(x.device, x.dtype):
+        return _float8_linear(x, codes[0], scales[0], bias, tile)
     if offsets is None and (rows >= MANY_ROWS or not depth):
         return linear(x, unpack(codes, scales, zeros, weight_format, block, x.dtype)[0], bias)
     is_small = x.dtype is torch.bfloat16 and 2 * experts * outputs * columns <= MAX_EXPERTS_BYTES
@@ -119,11 +123,12 @@ def multiply(
         return out
     is_tiled, line = weight_format in PLAIN, codes.shape[2] * codes.itemsize
     tile = tile or tile_for(rows, experts, outputs, -(-columns // depth), line, is_tiled)
+    overlap = overlaps(x.device)
     parts = x.new_empty(tile.splits, rows, outputs, dtype=torch.float32) if tile.splits > 1 else None
-    groups = -(-rows // tile.rows) if offsets is None else experts
+    groups = -(-rows // tile.rows) if offsets is None else rows // tile.rows + experts
     grid, options = (-(-outputs // tile.columns), groups, tile.splits), {
-        "ROWS": tile.rows, "COLUMNS": tile.columns, "SPLITS": tile.splits, "num_warps": tile.warps,
-        "num_stages": tile.stages,
+        "ROWS": tile.rows, "COLUMNS": tile.columns, "SPLITS": tile.splits, "EXPERTS": experts,
+        "num_warps": tile.warps, "num_stages": tile.stages, "OVERLAPS": overlap, "launch_pdl": overlap,
     }  # fmt: skip
     if is_tiled:
         is_brain = x.dtype is not torch.float16 or weight_format == "mxfp4_tiled"
@@ -137,8 +142,16 @@ def multiply(
             **_sizes(outputs, columns, scales, weight_format, block), DEPTH=depth, **options,
         )  # fmt: skip
     if parts is not None:
-        packed_join[-(-outputs // 256), rows](parts, bias, out, rows, N=outputs, SPLITS=tile.splits, SIZE=256)
+        _join(parts, bias, out)
     return out
+
+
+def _join(parts: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    splits, rows, outputs = parts.shape
+    packed_join[-(-outputs // 256), rows](
+        parts, bias, out, rows, N=outputs, SPLITS=splits, SIZE=256, OVERLAPS=overlaps(out.device),
+        launch_pdl=overlaps(out.device),
+    )  # fmt: skip
 
 
 @cache
@@ -156,21 +169,68 @@ def multiplies_blocks(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _float8_linear(
-    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    (rows, columns), x = x.shape, x.contiguous()
-    padded = -(-rows // FLOAT8_ALIGN) * FLOAT8_ALIGN
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None,
+    tile: ProductTile | None = None,
+) -> torch.Tensor:  # fmt: skip
+    (rows, columns), outputs, x = x.shape, codes.shape[0], x.contiguous()
+    tile = tile or tile_for(rows, 1, outputs, columns // GROUP, columns, True, _BUSY_FEW)
+    is_library = rows > MAX_OWN_ROWS
+    unit = FLOAT8_ALIGN if is_library else tile.rows
+    padded = -(-rows // unit) * unit
     short = torch.empty(padded, columns, dtype=torch.float8_e4m3fn, device=x.device)
     each = torch.empty(columns // GROUP, padded, device=x.device)
-    float8_rows[-(-padded // 32), columns // GROUP](x, short, each, rows, padded, K=columns, ROWS=32)
-    weight = codes.view(torch.float8_e4m3fn).t()
-    out = torch._scaled_mm(short, weight, each.t(), scales.contiguous().t(), out_dtype=x.dtype)[:rows]
-    return out if bias is None else out + bias
+    options = {"OVERLAPS": overlaps(x.device), "launch_pdl": overlaps(x.device)}
+    float8_rows[-(-padded // 32), columns // GROUP](
+        x, short, each, rows, padded, K=columns, ROWS=32, **options
+    )
+    weight = codes.view(torch.float8_e4m3fn)
+    if is_library:
+        out = torch._scaled_mm(short, weight.t(), each.t(), scales.contiguous().t(), out_dtype=x.dtype)[:rows]
+        return out if bias is None else out + bias
+    out = x.new_empty(rows, outputs)
+    parts = x.new_empty(tile.splits, rows, outputs, dtype=torch.float32) if tile.splits > 1 else None
+    float8_product[-(-outputs // tile.columns), padded // tile.rows, tile.splits](
+        short, each, weight, scales, bias, out, parts, rows, padded, N=outputs, K=columns, ROWS=tile.rows,
+        COLUMNS=tile.columns, SPLITS=tile.splits, num_warps=tile.warps, num_stages=tile.stages, **options,
+    )  # fmt: skip
+    if parts is not None:
+        _join(parts, bias, out)
+    return out
 
 
 @triton.jit(do_not_specialize=["rows", "padded"])
-def float8_rows(x, out, scales, rows, padded, K: tl.constexpr, ROWS: tl.constexpr):
+def float8_product(
+    short, each, codes, scales, bias, out, parts, rows, padded, N: tl.constexpr, K: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Inputs and codes in FP8. `COLUMNS` divides the block of a scale, `ROWS` the padded rows."""
+    wait_previous(OVERLAPS)
+    split = tl.program_id(2)
+    BLOCKS: tl.constexpr = K // 128
+    SHARE: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
+    n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    k, first = tl.arange(0, 128)[None, :], split * SHARE
+    line = codes + (n if N % COLUMNS == 0 else tl.minimum(n, N - 1)).to(tl.int64)[:, None] * K + k
+    given_at = short + m.to(tl.int64)[:, None] * K + k
+    scales += tl.program_id(0) * COLUMNS // 128 * BLOCKS
+    each += m
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    scale = tl.load(each + first * padded) * tl.load(scales + first)
+    for block in range(first, tl.minimum(first + SHARE, BLOCKS)):
+        later = tl.minimum(block + 1, BLOCKS - 1)
+        next_scale = tl.load(each + later * padded) * tl.load(scales + later)
+        code, given = tl.load(line + block * 128), tl.load(given_at + block * 128)
+        total += tl.dot(code, tl.trans(given)) * scale[None, :]
+        scale = next_scale
+    _store(out, parts, bias, tl.trans(total), m, n, split * rows + m, m < rows, n < N, N, SPLITS)
+
+
+@triton.jit(do_not_specialize=["rows", "padded"])
+def float8_rows(x, out, scales, rows, padded, K: tl.constexpr, ROWS: tl.constexpr, OVERLAPS: tl.constexpr):
     """Inputs in the order of tiled codes, and the scale of 128."""
+    launch_next(OVERLAPS)
+    wait_previous(OVERLAPS)
     m, block = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     at = m.to(tl.int64)[:, None] * K + block * 128 + tl.arange(0, 128)[None, :]
     value = tl.load(x + at, mask=(m < rows)[:, None], other=0.0).to(tl.float32)
@@ -216,19 +276,24 @@ def _sizes(
 
 
 @triton.jit
-def _rows_of(offsets, rows, ROWS: tl.constexpr):
-    """A program's weight, and its rows: those of an expert, or a tile."""
-    weight = tl.program_id(1)
-    begin = weight * ROWS
-    end = tl.minimum(begin + ROWS, rows)
-    if offsets is None:
-        weight = weight * 0
-    else:
-        begin = begin * 0
-        end = tl.load(offsets + weight)
-        if weight > 0:
-            begin = tl.load(offsets + weight - 1)
-    return weight, begin, end
+def _rows_of(offsets, rows, ROWS: tl.constexpr, EXPERTS: tl.constexpr):
+    """A program's weight, and its rows: a tile of all, or of an expert's.
+
+    Tiles of expert e start at begin[e] // ROWS + e, so the grid is a bound.
+    """
+    tile = tl.program_id(1)
+    weight = tile * 0
+    first = tile * ROWS
+    end = tl.minimum(first + ROWS, rows)
+    if offsets is not None:
+        number = tl.arange(0, triton.next_power_of_2(EXPERTS))
+        begins = tl.load(offsets + number - 1, mask=(number > 0) & (number < EXPERTS), other=0)
+        is_begun = (number < EXPERTS) & (begins // ROWS + number <= tile)
+        weight = tl.sum(is_begun.to(tl.int32), 0) - 1
+        begin = tl.sum(tl.where(number == weight, begins, 0), 0)
+        first = begin + (tile - begin // ROWS - weight) * ROWS
+        end = tl.minimum(first + ROWS, tl.load(offsets + weight))
+    return weight, first, end
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -236,10 +301,12 @@ def packed_product(
     x, codes, scales, zeros, bias, offsets, out, parts, rows, N: tl.constexpr, K: tl.constexpr,
     FORMAT: tl.constexpr, NIBBLES: tl.constexpr, MIDDLE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, EXPERTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    wait_previous(OVERLAPS)
     EACH: tl.constexpr = 2 if NIBBLES else 1
-    expert, begin, end = _rows_of(offsets, rows, ROWS)
+    expert, begin, end = _rows_of(offsets, rows, ROWS, EXPERTS)
     split = tl.program_id(2)
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_output = n < N
@@ -247,7 +314,7 @@ def packed_product(
     SHARE: tl.constexpr = (K + DEPTH * SPLITS - 1) // (DEPTH * SPLITS) * DEPTH
     codes += (expert.to(tl.int64) * N + n)[:, None] * LINE
     scale_at = (expert * SCALE_ROWS + n // BLOCK_N) * SCALE_COLUMNS
-    for start in range(begin, end, ROWS):
+    for start in range(begin, end, ROWS):  # at most once
         m = start + tl.arange(0, ROWS)
         is_row = m < end
         total = tl.zeros([COLUMNS, ROWS], tl.float32)
@@ -324,7 +391,11 @@ def _numbers(code, zero, DTYPE: tl.constexpr, FORMAT: tl.constexpr, MIDDLE: tl.c
 
 
 @triton.jit(do_not_specialize=["rows"])
-def packed_join(parts, bias, out, rows, N: tl.constexpr, SPLITS: tl.constexpr, SIZE: tl.constexpr):
+def packed_join(
+    parts, bias, out, rows, N: tl.constexpr, SPLITS: tl.constexpr, SIZE: tl.constexpr, OVERLAPS: tl.constexpr
+):
+    launch_next(OVERLAPS)
+    wait_previous(OVERLAPS)
     n, m = tl.program_id(0) * SIZE + tl.arange(0, SIZE), tl.program_id(1)
     is_output = n < N
     total = tl.zeros([SIZE], tl.float32)
@@ -439,9 +510,9 @@ def _tiled_numbers(words, scales, FORMAT: tl.constexpr, IS_BRAIN: tl.constexpr):
 def tiled_product(
     x, codes, scales, bias, offsets, out, parts, rows, N: tl.constexpr, K: tl.constexpr,
     FORMAT: tl.constexpr, IS_BRAIN: tl.constexpr, HAS_BLOCKS: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr, SPLITS: tl.constexpr, EXPERTS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    expert, begin, end = _rows_of(offsets, rows, ROWS)
+    wait_previous(OVERLAPS)
     split = tl.program_id(2)
     WORDS: tl.constexpr = 32 if FORMAT == "fp8" else 16
     BLOCKS: tl.constexpr = (K + 127) // 128
@@ -449,15 +520,16 @@ def tiled_product(
     WIDE: tl.constexpr = x.dtype.element_ty != (tl.bfloat16 if IS_BRAIN else tl.float16)
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     near = n if N % COLUMNS == 0 else tl.minimum(n, N - 1)
-    codes += expert.to(tl.int64) * (N * BLOCKS * WORDS)
     at = (near * (BLOCKS * WORDS))[:, None] + tl.arange(0, WORDS)[None, :]
+    expert, first, end = _rows_of(offsets, rows, ROWS, EXPERTS)
+    codes += expert.to(tl.int64) * (N * BLOCKS * WORDS)
     EACH: tl.constexpr = 1 if HAS_BLOCKS else 32
     GROUP: tl.constexpr = 128 if HAS_BLOCKS else 32
     scales += expert.to(tl.int64) * ((N + GROUP - 1) // GROUP * BLOCKS * EACH)
     scale_at = near // GROUP * (BLOCKS * EACH)
     if not HAS_BLOCKS:
         scale_at += near % 8 * 4 + near // 8 % 4
-    for start in range(begin, end, ROWS):
+    for start in range(first, end, ROWS):  # at most once; products overlap in loops alone
         m = start + tl.arange(0, ROWS)
         is_row = m < end
         x_at = x + m.to(tl.int64)[:, None] * K + tl.arange(0, 128)[None, :]

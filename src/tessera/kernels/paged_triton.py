@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from tessera.kernels import PAGE
+from tessera.kernels.overlap_triton import launch_next, overlaps, wait_previous
 
 _PAGE = tl.constexpr(PAGE)
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -162,6 +163,7 @@ def attend(
     tables = (pages, page_starts, lengths, query_starts, sinks, query_tail, key_tail)
     numbers = (float(scale), float(soft_cap))
     meta = _meta(query, keys, values, query_tail, key_tail)
+    overlap = {"OVERLAPS": overlaps(query.device), "launch_pdl": overlaps(query.device)}
     meta |= {"IS_SHARED": is_shared, "GROUP": group, "WINDOW": int(window), "CAPPED": soft_cap != 0}
     tile, splits = tiles.decode, tiles.splits
     parts = tops = None
@@ -171,12 +173,12 @@ def attend(
     paged_decode[heads, sequences, splits](
         query, keys, values, *tables, out, parts, tops, *numbers, tokens, **meta,
         ROWS=tile.rows, BLOCK=tile.keys, SPLITS=splits, num_warps=tile.warps, num_stages=tile.stages,
-        maxnreg=tile.registers,
+        maxnreg=tile.registers, **overlap,
     )  # fmt: skip
     if splits > 1:
         paged_join[query_heads, sequences](
             parts, tops, query_starts, out, VALUE_SIZE=value_size, VALUE_PAD=meta["VALUE_PAD"], SPLITS=splits,
-            num_warps=4,
+            num_warps=4, **overlap,
         )  # fmt: skip
     if not one_each:
         tile = tiles.prefill
@@ -184,7 +186,7 @@ def attend(
         paged_prefill[heads, bound](
             query, keys, values, *tables, out, *numbers, sequences, **meta,
             SEQUENCES_PAD=max(128, triton.next_power_of_2(sequences)), ROWS=tile.rows, BLOCK=tile.keys,
-            num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+            num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **overlap,
         )  # fmt: skip
     return out
 
@@ -198,8 +200,9 @@ def paged_decode(
     KEY_TAIL_PAGE: tl.constexpr, KEY_TAIL_ROW: tl.constexpr, TAIL: tl.constexpr, TAIL_PAD: tl.constexpr,
     IS_SHARED: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
     VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    wait_previous(OVERLAPS)
     head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     query_heads = tl.num_programs(0) * GROUP
     member, d, dv = tl.arange(0, ROWS), tl.arange(0, SIZE_PAD), tl.arange(0, VALUE_PAD)
@@ -212,18 +215,17 @@ def paged_decode(
             tl.store(
                 out + (padding * query_heads + heads)[:, None] * VALUE_SIZE + dv[None, :], zeros, mask=inside
             )
-    token = tl.load(query_starts + sequence)
-    if tl.load(query_starts + sequence + 1) != token + 1:
+    # Together, since each waits for the memory.
+    token, after = tl.load(query_starts + sequence), tl.load(query_starts + sequence + 1)
+    length, table = tl.load(lengths + sequence), pages + tl.load(page_starts + sequence)
+    if after != token + 1:
         return
-    length = tl.load(lengths + sequence)
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
     share = tl.cdiv(tl.cdiv(length - first, BLOCK), SPLITS) * BLOCK
     begin = first + split * share
     end = tl.minimum(begin + share, length)
-
-    table = pages + tl.load(page_starts + sequence)
     keys += head * KEY_HEAD
     values += head * VALUE_HEAD
     q = _load_rows(query, token.to(tl.int64) * QUERY_ROW + heads * QUERY_HEAD, member < GROUP, d, SIZE)
@@ -252,19 +254,21 @@ def paged_decode(
 
 @triton.jit
 def paged_join(
-    parts, tops, query_starts, out, VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr, SPLITS: tl.constexpr
-):
+    parts, tops, query_starts, out, VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr, SPLITS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    launch_next(OVERLAPS)
+    wait_previous(OVERLAPS)
     head, sequence = tl.program_id(0), tl.program_id(1)
     query_heads = tl.num_programs(0)
-    token = tl.load(query_starts + sequence)
-    if tl.load(query_starts + sequence + 1) != token + 1:
-        return
+    token, after = tl.load(query_starts + sequence), tl.load(query_starts + sequence + 1)
     dv = tl.arange(0, VALUE_PAD)
     part = (sequence * query_heads + head) * SPLITS + tl.arange(0, SPLITS)
-    weight = tl.load(tops + part)
-    weight = tl.exp2(weight - tl.max(weight, 0))
-    inside = dv < VALUE_SIZE
+    weight, inside = tl.load(tops + part), dv < VALUE_SIZE
     seen = tl.load(parts + part[:, None] * VALUE_SIZE + dv[None, :], mask=inside[None, :], other=0.0)
+    if after != token + 1:
+        return
+    weight = tl.exp2(weight - tl.max(weight, 0))
     result = tl.sum(seen * weight[:, None], 0) / tl.sum(weight, 0)
     tl.store(
         out + (token * query_heads + head) * VALUE_SIZE + dv, result.to(out.dtype.element_ty), mask=inside
@@ -280,8 +284,9 @@ def paged_prefill(
     KEY_TAIL_PAGE: tl.constexpr, KEY_TAIL_ROW: tl.constexpr, TAIL: tl.constexpr, TAIL_PAD: tl.constexpr,
     IS_SHARED: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
     VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    SEQUENCES_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    SEQUENCES_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    wait_previous(OVERLAPS)
     TOKENS: tl.constexpr = ROWS // GROUP
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # later tokens see more: start them first

@@ -8,12 +8,11 @@ Random weights of large built-in models are made on the GPU and differ from thos
 cards beside dilated ones.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.nn.attention import sdpa_kernel
@@ -71,7 +70,6 @@ class GpuBackend:
     cluster: Cluster
     spec: ServeSpec
     is_compiled: bool = True
-    kernels: dict[int, Mapping[int, Any]] = field(default_factory=dict)
     # Captures beside `build`; one at most.
     processes: list[CompileProcess] = field(default_factory=list)
 
@@ -117,11 +115,9 @@ class GpuBackend:
                 except CaptureError as error:
                     advance(f"capturing steps on the GPU ({error.message})")
         traces = []
-        for step, workload in enumerate(model.workloads):
+        for workload in model.workloads:
             if self.is_compiled:
-                recording = record_inductor(workload, len(self.cluster.devices) > 1)
-                traces.append(recording.trace)
-                self.kernels[step] = recording.relaunch
+                traces.append(record_inductor(workload, len(self.cluster.devices) > 1).trace)
                 torch.cuda.empty_cache()
             else:
                 with sdpa_kernel(PORTABLE):
@@ -131,10 +127,10 @@ class GpuBackend:
     def price(self, unit: WorkUnit, model: ServedModel, advance: object) -> tuple[Costs, ...]:
         if any(device.is_dilated for device in self.cluster.devices):
             return tuple(combine(graph.trace, self.cluster.devices, {})[0] for graph in unit.graphs)
-        return measure(unit, self.cluster, model.weights(), Still(model.workloads), self.kernels)[0]
+        return measure(unit, self.cluster, model.weights(), Still(model.workloads))[0]
 
     def scale(self, plan: Plan, model: ServedModel) -> float:
-        factor = scale_of(plan, model.weights(), Still(model.workloads), self.kernels).factor
+        factor = scale_of(plan, model.weights(), Still(model.workloads)).factor
         torch.cuda.empty_cache()  # for the workers
         return factor
 

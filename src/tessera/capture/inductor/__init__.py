@@ -11,7 +11,7 @@ reads, else the previous launch's.
 import contextlib
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ from tessera.capture.inductor.compile import CompiledStep, compile_step
 from tessera.capture.offline import CONFIG as OFFLINE_CONFIG
 from tessera.capture.offline import PROPERTIES, offline
 from tessera.capture.operators import check_operator
-from tessera.capture.own import OwnLaunch, Relaunch, inductor_launches
+from tessera.capture.own import OwnLaunch, inductor_launches
 from tessera.capture.recorder import Ledger
 from tessera.capture.rng import generator_of
 from tessera.capture.workload import Tensors, Workload
@@ -40,7 +40,6 @@ ALLOCATORS = frozenset(
 @dataclass(frozen=True)
 class Recording:
     trace: Trace
-    relaunch: Mapping[int, Relaunch]
     code: CompiledStep
 
 
@@ -77,13 +76,9 @@ def record_code(
     ledger.declare(BufferKind.WEIGHT, weights)
     ledger.declare(BufferKind.INPUT, inputs)
     ledger.declare(BufferKind.STATE, state)
-    kernels: dict[int, Relaunch] = {}
 
     def see(seen: OwnLaunch) -> None:
-        launch = ledger.kernel_launch(seen)
-        ledger.launch(launch)
-        assert seen.relaunch is not None
-        kernels[launch.kernel] = seen.relaunch
+        ledger.launch(ledger.kernel_launch(seen))
 
     @contextlib.contextmanager
     def enter(constants: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -95,7 +90,7 @@ def record_code(
     outputs = code.run(weights, inputs, state, enter)
     trace = scoped(ledger.trace(step, outputs))
     verify(trace)
-    return Recording(trace, kernels, code)
+    return Recording(trace, code)
 
 
 class ExternCalls(TorchDispatchMode):

@@ -17,7 +17,7 @@ from tessera.execute.cuda.direct import PeerAway
 from tessera.execute.cuda.pace import Clockwork
 from tessera.execute.cuda.share import InputArena, MicrobatchBuffers, Share, ShareGraph
 from tessera.execute.cuda.transport import ALIGN, GpuTransport, is_move_of_state
-from tessera.execute.launcher import Launchable, Launcher
+from tessera.execute.launcher import Launcher
 from tessera.execute.memory import (
     DeviceState,
     Footprint,
@@ -32,7 +32,6 @@ from tessera.execute.memory import (
 from tessera.ir import SLOTS, BufferKind, Cluster, Program, Trace
 
 Tensors = Mapping[str, torch.Tensor]
-Kernels = Mapping[int, Mapping[int, Launchable]]
 
 
 class DeviceGraphs:
@@ -45,7 +44,6 @@ class DeviceGraphs:
         num_microbatches: int,
         *,
         us: Sequence[Sequence[float]] = (),
-        kernels: Kernels | None = None,
         scale: float = 1.0,
         is_profiled: bool = False,
         transport: Callable[[GpuDevice], GpuTransport] | None = None,
@@ -59,7 +57,7 @@ class DeviceGraphs:
         self.traces = self.state.traces
         self._us: list[Sequence[float]] = []
         self.launchers: list[Launcher] = []
-        self.add_steps(traces, us, kernels)
+        self.add_steps(traces, us)
         self._resident: dict[object, Storage] = {}
         # By address: given, and page-locked.
         self._locked: dict[int, tuple[Storage, Storage]] = {}
@@ -81,14 +79,12 @@ class DeviceGraphs:
         self._rehearsed: set[int] = set()
         self._dropped: set[int] = set()
 
-    def add_steps(
-        self, traces: Sequence[Trace], us: Sequence[Sequence[float]] = (), kernels: Kernels | None = None
-    ) -> None:
+    def add_steps(self, traces: Sequence[Trace], us: Sequence[Sequence[float]] = ()) -> None:
         for step, trace in enumerate(traces):
             refuse_generators(trace)
             self.traces.append(trace)
             self._us.append(us[step] if us else ())
-            self.launchers.append(Launcher(trace, self.device.card, (kernels or {}).get(step)))
+            self.launchers.append(Launcher(trace, self.device.card))
 
     def add(self, programs: Sequence[Program], is_dropped: bool = False) -> list[int]:
         """Allocates for the programs of a lane; returns their numbers, which the transport shares.

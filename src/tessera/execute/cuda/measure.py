@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from tessera import ir
-from tessera.execute.cuda.graphs import DeviceGraphs, Kernels
+from tessera.execute.cuda.graphs import DeviceGraphs
 from tessera.execute.cuda.pace import ENDED, STARTED, TimeScale, choose_scale
 from tessera.execute.cuda.share import ShareGraph
 from tessera.execute.lower import lower
@@ -55,14 +55,11 @@ class UnitOnDevice:
         cluster: ir.Cluster,
         device: int,
         weights: Tensors,
-        kernels: Kernels | None = None,
         is_profiled: bool = False,
     ) -> None:
         self.unit, self.device = unit, device
         traces = [g.trace for g in unit.graphs]
-        self._graphs = DeviceGraphs(
-            cluster, device, traces, weights, 1, kernels=kernels, is_profiled=is_profiled
-        )
+        self._graphs = DeviceGraphs(cluster, device, traces, weights, 1, is_profiled=is_profiled)
         self._numbers = self._graphs.add(lower(whole_plan(unit, cluster, device))[0])
 
     def __enter__(self) -> "UnitOnDevice":
@@ -115,15 +112,11 @@ def _put(storage: torch.UntypedStorage, tensor: torch.Tensor) -> None:
 
 
 def measure(
-    unit: ir.WorkUnit,
-    cluster: ir.Cluster,
-    weights: Tensors,
-    request: Request,
-    kernels: Kernels | None = None,
+    unit: ir.WorkUnit, cluster: ir.Cluster, weights: Tensors, request: Request
 ) -> tuple[tuple[ir.Costs, ...], list[list[StepTimes]]]:
     """Costs of every step, and times[device][step]. Devices must not be dilated."""
     devices = range(len(cluster.devices))
-    alone, whole, samples = _timed(unit, cluster, weights, request, kernels)
+    alone, whole, samples = _timed(unit, cluster, weights, request)
     steps = range(len(unit.graphs))
     times = [
         [without_stamps(whole[d][step], samples[d][step], alone[d][step]) for step in steps] for d in devices
@@ -135,7 +128,7 @@ def measure(
     return costs, times
 
 
-def scale_of(plan: ir.Plan, weights: Tensors, request: Request, kernels: Kernels | None = None) -> TimeScale:
+def scale_of(plan: ir.Plan, weights: Tensors, request: Request) -> TimeScale:
     """1 if no device is dilated."""
     devices = plan.cluster.devices
     if not any(d.is_dilated for d in devices):
@@ -144,7 +137,7 @@ def scale_of(plan: ir.Plan, weights: Tensors, request: Request, kernels: Kernels
     card = ir.Cluster(
         (ir.Device(f"cuda:{first.ordinal}", ir.DeviceKind.CUDA, "", 0, ordinal=first.ordinal),), ()
     )
-    own, _ = measure(plan.unit, card, weights, request, kernels)
+    own, _ = measure(plan.unit, card, weights, request)
     sharing = max(sum(d.ordinal == o for d in devices) for o in {d.ordinal for d in devices})
     targets = [[c.us for c in row] for costs in plan.costs for row in costs.costs]
     return choose_scale(targets, [row[0].us for costs in own for row in costs.costs], sharing)
@@ -182,14 +175,14 @@ def _costs(digest: str, cluster: ir.Cluster, times: Sequence[StepTimes]) -> ir.C
 
 
 def _timed(
-    unit: ir.WorkUnit, cluster: ir.Cluster, weights: Tensors, request: Request, kernels: Kernels | None
+    unit: ir.WorkUnit, cluster: ir.Cluster, weights: Tensors, request: Request
 ) -> tuple[list[list[float]], list[list[float]], list[list[list[list[float]]]]]:
     """(step alone, step beside the others, samples of launches beside the others), each [device][step]."""
     devices, steps = range(len(cluster.devices)), range(len(unit.graphs))
 
     @contextmanager
     def opened(is_profiled: bool) -> Iterator[list[UnitOnDevice]]:
-        units = [UnitOnDevice(unit, cluster, d, weights, kernels, is_profiled) for d in devices]
+        units = [UnitOnDevice(unit, cluster, d, weights, is_profiled) for d in devices]
         with ExitStack() as stack:
             for one in units:
                 stack.enter_context(one).run(request)

@@ -1,0 +1,33 @@
+"""Kernels that are launched while the one before still runs (programmatic dependent launches, since Hopper).
+
+Every program of such a kernel first calls `wait_previous`: a kernel that ends has then seen the end of all
+before it.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from tessera.kernels.launch import OVERLAPPING
+
+
+@cache
+def overlaps(device: torch.device) -> bool:
+    is_able = device.type == "cuda" and torch.version.hip is None
+    return is_able and torch.cuda.get_device_capability(device) >= divmod(OVERLAPPING, 10)
+
+
+@triton.jit
+def wait_previous(OVERLAPS: tl.constexpr):
+    """Waits for the end of the kernel before."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def launch_next(OVERLAPS: tl.constexpr):
+    """Lets the next kernel be launched as soon as all programs of this one run."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
