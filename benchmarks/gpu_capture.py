@@ -6,8 +6,8 @@ For each step of each family, at real widths with few layers (random weights fro
 
 1. compile it with Inductor and record the launches of the compiled code (`record_inductor`), with accesses
    proved from PTX;
-2. replay the launches as one CUDA graph on fresh copies of the same state, from the compiled objects and
-   again from PTX text loaded by the driver; outputs and state must be bit-equal to the compiled model's;
+2. replay the launches as one CUDA graph on fresh copies of the same state, from PTX text loaded by the
+   driver; outputs and state must be bit-equal to the compiled model's;
 3. time the compiled model as a CUDA graph and the replay, alternating, and give the ratio of the medians.
 
 One step that fails does not stop the others; its traceback is in the JSON. `torch.compile` of the same step
@@ -303,7 +303,7 @@ def table(rows: list[dict[str, Any]], about: Mapping[str, str], command: str) ->
         "",
         "| step | batch x context | launches (Triton) | immovable | capture s | compiled us "
         "| replay / compiled | equal | torch.compile / compiled |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [_line(row) for row in rows]
     failed = [row for row in rows if "error" in row or "failed" in row or "skipped" in row]

@@ -3,9 +3,9 @@
   few rows, experts  `tiled_product`: one program per (tile of outputs, expert, split of inputs). Codes become
                      numbers in registers, in the order of a tensor core's operand; scales multiply the sums
                      of a group, in float32. `packed_product` for weights that are not tiled.
-  many rows          `tiled_unpack` or `packed_unpack` writes the weight out, and the library multiplies. FP8
-                     with blocks of scales on a card whose library multiplies them (Hopper): `float8_rows`
-                     rounds the inputs to FP8, with a scale for 128, as such checkpoints are meant.
+  many rows          `tiled_unpack` or `packed_unpack` writes the weight out, and the library multiplies.
+  blocks of FP8      On a card whose library multiplies them (Hopper) `float8_rows` rounds the inputs to FP8,
+                     with a scale for 128, as such checkpoints are meant; `float8_product`, or the library.
 
 Codes become floats by their bits: a small integer is the mantissa of 128 (bfloat16) or 1024 (float16), and a
 small float keeps its exponent and mantissa, multiplied by the difference of the biases. One instruction
@@ -30,9 +30,8 @@ from tessera.kernels.packing import BLOCKS, GROUP, MIDDLE, PLAIN, dequantise, nu
 
 # Rows, of each expert, from which a weight is written out.
 MANY_ROWS, MANY_EACH, MAX_EXPERTS_BYTES = 256, 128, 2 << 30
-# Rows beyond which inputs are rounded to FP8, and beyond which the library multiplies them; rows and blocks
-# of inputs are multiples of the third.
-FEW_ROWS, MAX_OWN_ROWS, FLOAT8_ALIGN, HOPPER = 16, 64, 4, (9, 0)
+# Rows beyond which the library multiplies FP8; rows, and blocks of inputs, are multiples of the second then.
+MAX_OWN_ROWS, FLOAT8_ALIGN, HOPPER = 64, 4, (9, 0)
 MAX_DEPTH, MIN_DEPTH = 128, 32
 # Programs that keep a large card's memory busy, and the least iterations of one.
 _BUSY, _LEAST = 200, 4
@@ -109,7 +108,7 @@ def multiply(
     experts, outputs = codes.shape[:2]
     depth = MAX_DEPTH if weight_format in PLAIN else depth_of(columns, block[1])
     is_blocks = weight_format == BLOCKS and columns % (FLOAT8_ALIGN * GROUP) == 0
-    if offsets is None and is_blocks and rows > FEW_ROWS and multiplies_blocks(x.device, x.dtype):
+    if offsets is None and is_blocks and rows and multiplies_blocks(x.device, x.dtype):
         return _float8_linear(x, codes[0], scales[0], bias, tile)
     if offsets is None and (rows >= MANY_ROWS or not depth):
         return linear(x, unpack(codes, scales, zeros, weight_format, block, x.dtype)[0], bias)
