@@ -61,7 +61,7 @@ def read_modules(source: Path) -> dict[str, Module]:
 
 
 def read_module(name: str, is_package: bool, text: str) -> Module:
-    nodes = list(ast.walk(ast.parse(text)))
+    nodes = list(_statements(ast.parse(text)))
     docstrings = list(_docstrings(nodes))
     comments: list[str] = []
 
@@ -90,6 +90,15 @@ def read_module(name: str, is_package: bool, text: str) -> Module:
         ),
         imports=frozenset(imported for node in nodes for imported in _imports(node)),
     )
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and the statements in it; expressions, which are most of a tree, are left out."""
+    yield node
+    for field in ("body", "handlers", "orelse", "finalbody", "cases"):
+        inner = getattr(node, field, ())
+        for statement in inner if isinstance(inner, list) else ():
+            yield from _statements(statement)
 
 
 def _docstrings(nodes: list[ast.AST]) -> Iterator[ast.Constant]:
