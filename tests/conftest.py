@@ -94,9 +94,10 @@ def _in_short(request: pytest.FixtureRequest) -> Iterator[None]:
             from kept_traces import recorded, recorded_sizes, recorded_workload
 
             patch.setattr("tessera.capture.models.hf._workload", built)
-            for module in ("tessera.flow", "tessera.capture"):
+            paper = [name for name in ("benchmarks.paper.library",) if name in sys.modules]
+            for module in ("tessera.flow", "tessera.capture", *paper):
                 patch.setattr(importlib.import_module(module), "record_step", recorded)
-            for module in ("tessera.planning", "tessera.capture"):
+            for module in ("tessera.planning", "tessera.capture", *paper):
                 patch.setattr(importlib.import_module(module), "record_sizes", recorded_sizes)
             patch.setattr(importlib.import_module("tessera.serve.planning"), "record", recorded_workload)
         yield

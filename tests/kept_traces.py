@@ -21,6 +21,7 @@ from tessera.capture.models import catalog
 from tessera.ir import Step, Trace, load, save
 
 LIBRARIES = ("torch", "transformers", "diffusers", "numpy")
+KEPT = Path(os.environ["XDG_CACHE_HOME"]) / "traces"
 # Traces of other sources are removed.
 KEPT_S = 86400.0
 
@@ -91,9 +92,9 @@ def _between_runs() -> Path:
     of = hashlib.sha256(repr((found, platform.machine(), torch.backends.cpu.get_cpu_capability())).encode())
     for path in sorted([*sources, *root.glob("tests/*.py")]):
         of.update(path.read_bytes())
-    folder = Path(os.environ["XDG_CACHE_HOME"]) / "traces" / of.hexdigest()[:16]
+    folder = KEPT / of.hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
-    for other in folder.parent.iterdir():
+    for other in KEPT.iterdir():
         if other != folder and time.time() - other.stat().st_mtime > KEPT_S:
             shutil.rmtree(other, ignore_errors=True)
     return folder
