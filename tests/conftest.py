@@ -46,13 +46,6 @@ PLANNED = (
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _shared(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """One folder for all processes."""
-    own = tmp_path_factory.getbasetemp()
-    sampling.share((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "shared")
-
-
-@pytest.fixture(autouse=True, scope="session")
 def _few_layers() -> None:
     """Tiny built-in models have two layers in a sample."""
     if not sampling.is_whole():

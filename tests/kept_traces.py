@@ -1,6 +1,6 @@
 """Steps of built-in models and of folders without weights, recorded once for tests that do not judge them.
 
-Those of built-in models are found again by the next run, if the sources and libraries are the same.
+They are found again by the next run, if the sources and libraries are the same.
 """
 
 import hashlib
@@ -9,6 +9,7 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
@@ -34,7 +35,7 @@ def recorded(step: Step, device: str = "cpu", is_compared: bool = False) -> Trac
         return record_step(step, device, is_compared)
     if not path.exists():
         save(record_step(step, device, is_compared), path)
-    return _load(path)
+    return replace(_load(path), step=step)
 
 
 def recorded_sizes(steps: Sequence[Step], advance: Callable[[int], None] = lambda num: None) -> list[Trace]:
@@ -60,27 +61,24 @@ def recorded_workload(workload: Workload) -> Trace:
         return record(workload)
     if not path.exists():
         save(record(workload), path)
-    return _load(path)
+    return replace(_load(path), step=workload.step)
 
 
 _load = cache(partial(load, Trace))
 
 
 def _path(step: Step, form: str) -> Path | None:
-    """None: the step is recorded anew."""
-    folder = sampling.shared_folder()
-    if folder is None or form.startswith("cuda"):
+    """A file for all folders of one configuration. None: the step is recorded anew."""
+    if sampling.is_whole() or form.startswith("cuda") or step.adapters:
         return None
-    model = (catalog.LANGUAGE | catalog.DENOISERS).get(step.model)
-    made = repr(model)
-    if model is not None:
-        folder = _between_runs()
-    else:
+    made = repr((catalog.LANGUAGE | catalog.DENOISERS).get(step.model))
+    if made == "None":
         config = Path(step.model) / "config.json"
         if not config.exists() or {".safetensors", ".py"} & {path.suffix for path in config.parent.iterdir()}:
             return None
-        made = config.read_text()
-    return folder / f"{hashlib.sha256(repr((step, form, made)).encode()).hexdigest()[:16]}.trace"
+        made, step = config.read_text(), replace(step, model="a folder")
+    digest = hashlib.sha256(repr((step, form, made)).encode()).hexdigest()[:16]
+    return _between_runs() / f"{digest}.trace"
 
 
 @cache

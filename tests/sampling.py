@@ -1,7 +1,6 @@
 """How much of a slow proof runs: a sample, the same one every time, or all of it with `--whole`."""
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -18,7 +17,6 @@ FEW_LAYERS: dict[str, Any] = {
 }
 
 _is_whole = False
-_folder: Path | None = None
 
 
 def set_whole(is_whole: bool) -> None:
@@ -30,18 +28,6 @@ def set_whole(is_whole: bool) -> None:
 def is_whole() -> bool:
     """Whether proofs are run whole."""
     return _is_whole
-
-
-def share(folder: Path) -> None:
-    """Said once, before tests run: where what is made once for all processes of a sample is kept."""
-    global _folder  # noqa: PLW0603
-    folder.mkdir(exist_ok=True)
-    _folder = folder
-
-
-def shared_folder() -> Path | None:
-    """What was said; None: everything is made anew."""
-    return None if _is_whole else _folder
 
 
 def examples(whole: int, sample: int) -> int:
