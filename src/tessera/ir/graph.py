@@ -7,7 +7,7 @@ version and the next writer.
 step's sizes, and recordings that differ otherwise are refused. Interpolated traces are for planning only.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property
@@ -179,7 +179,7 @@ class StepFamily:
         parts = [getattr(step, name) - getattr(first, name) for name, _ in pairs]
         wholes = [getattr(graph.trace.step, name) - getattr(first, name) for name, graph in pairs]
         try:
-            written: Graph = _Writing(parts, wholes).of(self._shape)
+            written: Graph = _Blend(parts, wholes).of(self.recordings)
         except _Uneven as error:
             where = ".".join(str(part) for part in reversed(error.args))
             sizes = ", ".join(f"{name} {getattr(step, name)}" for name in self.fields)
@@ -191,91 +191,36 @@ class StepFamily:
             raise MismatchError(f"no recording varies all that differs between {first} and {step}")
         return written
 
-    @cached_property
-    def _shape(self) -> "_Shape":
-        return _Reading().of(self.recordings)
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Shape:
-    """A constant, a number that grows, or a record of such parts. Equal shapes are one object, so repeated
-    layers are built once.
-    """
-
-    value: Any = None
-    growth: tuple[int, ...] = ()
-    make: Callable[..., Any] | None = None
-    parts: tuple["_Shape", ...] = ()
-    names: tuple[Any, ...] = ()
-
-
-class _Reading:
-    def __init__(self) -> None:
-        self._known: dict[Any, _Shape] = {}
-
-    def of(self, values: Sequence[Any]) -> _Shape:
-        one = values[0]
-        if any(type(other) is not type(one) for other in values):
-            raise _Uneven
-        if type(one) is int:
-            growth = tuple(other - one for other in values[1:])
-            return self._kept((int, one, growth), one, growth=growth if any(growth) else ())
-        if isinstance(one, tuple):
-            if len({len(value) for value in values}) > 1:
-                raise _Uneven
-            return self._record(_tuple, range(len(one)), zip(*values, strict=True), one)
-        if names := getattr(type(one), "__match_args__", ()):  # a dataclass or a Struct
-            rows = ([getattr(value, name) for value in values] for name in names)
-            return self._record(type(one), names, rows, one)
-        if any(other is not one and other != one for other in values):
-            raise _Uneven
-        return self._kept((type(one), one), one)
-
-    def _record(self, make: Callable[..., Any], names: Any, rows: Any, value: Any) -> _Shape:
-        parts = []
-        for name, row in zip(names, rows, strict=True):
-            try:
-                parts.append(self.of(row))
-            except _Uneven as error:
-                raise _Uneven(*error.args, name) from None
-        key = (make, tuple(id(part) for part in parts))
-        if not any(part.growth or part.make for part in parts):
-            return self._kept(key, value)
-        return self._kept(key, make=make, parts=tuple(parts), names=tuple(names))
-
-    def _kept(self, key: Any, *args: Any, **named: Any) -> _Shape:
-        return self._known.setdefault(key, _Shape(*args, **named))
-
-
-class _Writing:
+class _Blend:
     """A recording at `parts` of the way to each other one."""
 
     def __init__(self, parts: Sequence[int], wholes: Sequence[int]) -> None:
         self._whole = lcm(*wholes)
         self._factors = [part * (self._whole // whole) for part, whole in zip(parts, wholes, strict=True)]
-        self._known: dict[_Shape, Any] = {}
 
-    def of(self, shape: _Shape) -> Any:
-        if shape.make is None and not shape.growth:
-            return shape.value
-        if shape not in self._known:
-            self._known[shape] = self._made(shape)
-        return self._known[shape]
-
-    def _made(self, shape: _Shape) -> Any:
-        if shape.make is None:
-            grown, rest = divmod(sum(map(mul, shape.growth, self._factors)), self._whole)
+    def of(self, values: Sequence[Any]) -> Any:
+        one = values[0]
+        if any(type(other) is not type(one) for other in values):
+            raise _Uneven
+        if all(other == one for other in values[1:]):
+            return one
+        if type(one) is int:
+            growth = (other - one for other in values[1:])
+            grown, rest = divmod(sum(map(mul, growth, self._factors)), self._whole)
             if rest:
                 raise _Uneven
-            return shape.value + grown
-        values = []
-        for name, part in zip(shape.names, shape.parts, strict=True):
+            return one + grown
+        if isinstance(one, tuple) and len({len(value) for value in values}) == 1:
+            return tuple(self._parts(range(len(one)), zip(*values, strict=True)))
+        if names := getattr(type(one), "__match_args__", ()):  # a dataclass or a Struct
+            rows = ([getattr(value, name) for value in values] for name in names)
+            return type(one)(*self._parts(names, rows))
+        raise _Uneven
+
+    def _parts(self, names: Iterable[Any], rows: Iterable[Sequence[Any]]) -> Iterator[Any]:
+        for name, row in zip(names, rows, strict=True):
             try:
-                values.append(self.of(part))
+                yield self.of(row)
             except _Uneven as error:
                 raise _Uneven(*error.args, name) from None
-        return shape.make(*values)
-
-
-def _tuple(*values: Any) -> tuple[Any, ...]:
-    return values

@@ -108,10 +108,9 @@ class GpuBackend:
         while self.processes:
             with closing(self.processes.pop()) as process:
                 try:
-                    if model.shape.is_flat:
-                        process.begin(steps)
-                        _initialise(model)
-                        return process.traces(steps, model.weights(), advance)
+                    process.begin(steps)
+                    _initialise(model)
+                    return process.traces(steps, model.weights(), advance)
                 except CaptureError as error:
                     advance(f"capturing steps on the GPU ({error.message})")
         traces = []
