@@ -20,6 +20,7 @@ from itertools import count
 from math import inf
 
 from benchmarks.row_service.admission import RowContent, RowScheduler
+from benchmarks.row_service.machine import MemoMachine
 
 from tessera.errors import ServiceBusy
 from tessera.execute.admission import PATIENCE, costs_of
@@ -265,6 +266,8 @@ class SimulatedServer(Watcher[int]):
         self.requests, self.ledger = requests, RequestLedger.of(len(requests))
         self.decisions: list[Decision] = []
         self.stepper = VirtualStepper(plans, truth, faults)
+        num = len(self.stepper.plans[0].cluster.devices)
+        self.stepper.machine = MemoMachine(num, len(self.stepper.busy_us) - num)
         # A microbatch of one request ends by itself, so nobody needs a turn.
         config = SchedulerConfig(max_waiting=max_waiting, patience=PATIENCE if requests.rows > 1 else inf)
         self.scheduler: RowScheduler[int] = RowScheduler(self.stepper, self._rows, config, self)

@@ -7,10 +7,10 @@ version and the next writer.
 step's sizes, and recordings that differ otherwise are refused. Interpolated traces are for planning only.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 from math import lcm
 from operator import mul
 from typing import Any
@@ -178,8 +178,10 @@ class StepFamily:
         pairs = list(zip(self.fields, self.recordings[1:], strict=True))
         parts = [getattr(step, name) - getattr(first, name) for name, _ in pairs]
         wholes = [getattr(graph.trace.step, name) - getattr(first, name) for name, graph in pairs]
+        whole = lcm(*wholes)
+        factors = [part * (whole // size) for part, size in zip(parts, wholes, strict=True)]
         try:
-            written: Graph = _Blend(parts, wholes).of(self.recordings)
+            written: Graph = self._blend(factors, whole)
         except _Uneven as error:
             where = ".".join(str(part) for part in reversed(error.args))
             sizes = ", ".join(f"{name} {getattr(step, name)}" for name in self.fields)
@@ -191,36 +193,50 @@ class StepFamily:
             raise MismatchError(f"no recording varies all that differs between {first} and {step}")
         return written
 
+    @cached_property
+    def _blend(self) -> "_Blend":
+        return _blend(self.recordings)
 
-class _Blend:
-    """A recording at `parts` of the way to each other one."""
 
-    def __init__(self, parts: Sequence[int], wholes: Sequence[int]) -> None:
-        self._whole = lcm(*wholes)
-        self._factors = [part * (self._whole // whole) for part, whole in zip(parts, wholes, strict=True)]
+# Factors of each recording's growth, and what to divide by -> value.
+_Blend = Callable[[Sequence[int], int], Any]
 
-    def of(self, values: Sequence[Any]) -> Any:
-        one = values[0]
-        if any(type(other) is not type(one) for other in values):
-            raise _Uneven
-        if all(other == one for other in values[1:]):
-            return one
-        if type(one) is int:
-            growth = (other - one for other in values[1:])
-            grown, rest = divmod(sum(map(mul, growth, self._factors)), self._whole)
-            if rest:
-                raise _Uneven
-            return one + grown
-        if isinstance(one, tuple) and len({len(value) for value in values}) == 1:
-            return tuple(self._parts(range(len(one)), zip(*values, strict=True)))
-        if names := getattr(type(one), "__match_args__", ()):  # a dataclass or a Struct
-            rows = ([getattr(value, name) for value in values] for name in names)
-            return type(one)(*self._parts(names, rows))
+
+def _blend(values: Sequence[Any]) -> _Blend:
+    """`values`: one of each recording."""
+    one = values[0]
+    if any(type(other) is not type(one) for other in values):
         raise _Uneven
+    if all(other == one for other in values[1:]):
+        return lambda factors, whole: one
+    if type(one) is int:
+        return partial(_grown, one, tuple(other - one for other in values[1:]))
+    names: Sequence[Any] = getattr(type(one), "__match_args__", ())  # a dataclass or a Struct
+    if isinstance(one, tuple) and len({len(value) for value in values}) == 1:
+        return partial(_made, tuple, _named(_blend, range(len(one)), zip(*values, strict=True)))
+    if not names or isinstance(one, tuple):
+        raise _Uneven
+    rows = ([getattr(value, name) for value in values] for name in names)
+    return partial(_made, lambda parts: type(one)(*parts), _named(_blend, names, rows))
 
-    def _parts(self, names: Iterable[Any], rows: Iterable[Sequence[Any]]) -> Iterator[Any]:
-        for name, row in zip(names, rows, strict=True):
-            try:
-                yield self.of(row)
-            except _Uneven as error:
-                raise _Uneven(*error.args, name) from None
+
+def _grown(one: int, growth: Sequence[int], factors: Sequence[int], whole: int) -> int:
+    grown: int
+    grown, rest = divmod(sum(map(mul, growth, factors)), whole)
+    if rest:
+        raise _Uneven
+    return one + grown
+
+
+def _made(make: Callable[[Any], Any], parts: dict[Any, _Blend], factors: Sequence[int], whole: int) -> Any:
+    return make(_named(lambda part: part(factors, whole), parts, parts.values()).values())
+
+
+def _named(of: Callable[[Any], Any], names: Iterable[Any], items: Iterable[Any]) -> dict[Any, Any]:
+    found = {}
+    for name, item in zip(names, items, strict=True):
+        try:
+            found[name] = of(item)
+        except _Uneven as error:
+            raise _Uneven(*error.args, name) from None
+    return found

@@ -1,93 +1,41 @@
-"""VirtualMachine: the simulator's loop with memoised transitions, stopped at every end of a run.
-
-What happens until the next end depends only on the state of devices and links and the runs begun, so
-transitions are kept: a busy server repeats itself, and a hundred thousand requests take seconds. Times
-between ends are rounded, so that equal states compare equal.
-"""
+"""VirtualMachine: the simulator's loop, for a caller that starts runs and is told of every end."""
 
 import heapq
+from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from tessera.execute.schedule import Job
 from tessera.simulate.columns import LaunchSegment, Script, TransferWire
-from tessera.simulate.core import END, Core, Flight, SimulatedDevice, Work
+from tessera.simulate.core import END, Core, Flight, Work
 
-DECIMALS = 6
 # An end so close after a limit is at the limit: sums of times differ by their rounding.
 SAME_US = 1e-5
-MAX_PLACES = 5000
 
 
-class State(NamedTuple):
-    """Between runs; times are relative, flights numbered by age."""
-
-    # (unfinished devices, current run, later runs last first)
-    flights: tuple[tuple[int, Work, tuple[Work, ...]], ...]
-    bus_free: tuple[float, ...]
-    # (flight or -1, start, stop, since)
-    devices: tuple[tuple[int, int, int, float], ...]
-    # jobs[device]: (flight, position, arrived, spent)
-    jobs: tuple[tuple[tuple[int, int, tuple[int, ...], float], ...], ...]
-    # (time, device, flight, transfer or END)
-    events: tuple[tuple[float, int, int, int], ...]
-
-
-@dataclass(slots=True, eq=False)
-class _Place:
-    state: State
-    edges: dict[tuple[tuple[Work, ...], ...], "_Edge"] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Edge:
-    """Flights are numbered as in the state, then those begun."""
-
-    us: float
-    ended: tuple[int, ...]
-    # In the order of the next state.
-    staying: tuple[int, ...]
-    busy_us: tuple[float, ...]
-    place: _Place
-
-
-class _Loop(Core):
+class VirtualMachine(Core):
     def __init__(self, num_devices: int, num_buses: int) -> None:
         super().__init__(num_devices, num_buses)
-        self.busy_us = [0.0] * (num_devices + num_buses)
-        self.ended: list[int] = []
         self.now_us = 0.0
+        # Per device, then per bus.
+        self.busy_us = [0.0] * (num_devices + num_buses)
+        self._ended: deque[int] = deque()
 
-    def on_end(self, flight: Flight, now: float) -> None:
-        self.ended.append(flight.number)
+    def start(self, microbatch: int, works: Sequence[Work]) -> None:
+        self.begin(Flight(microbatch, microbatch, 0, list(reversed(works))), self.now_us)
 
-    def on_segment(
-        self, device: int, flight: Flight, script: Script, segment: LaunchSegment, stop_us: float
-    ) -> None:
-        self.busy_us[device] += stop_us - self.devices[device].since_us
+    def take(self, limit_us: float) -> int | None:
+        """To the next end of a microbatch's last run, or to the limit (None)."""
+        while not self._ended and self._events and self._events[0][0] <= limit_us + SAME_US:
+            self.now_us = max(self.now_us, self.advance() or 0.0)
+        if self._ended:
+            return self._ended.popleft()
+        if limit_us < float("inf"):
+            self.now_us = max(self.now_us, limit_us)
+        return None
 
-    def on_send(self, flight: Flight, wire: TransferWire, start_us: float, stop_us: float) -> None:
-        self.busy_us[len(self.devices) + wire.bus] += stop_us - start_us
-
-    @property
-    def flying(self) -> tuple[int, ...]:
-        return tuple([flight.number for flight, _, _ in self._running.values()])
-
-    def run(self, us: float) -> None:
-        self.now_us += us
-        while self._events and self._events[0][0] <= self.now_us:
-            self.advance()
-
-    def run_on(self) -> None:
-        while not self.ended and self._events:
-            now = self.advance()
-            assert now is not None, "there was an event"
-            self.now_us = now
-
-    def forget(self, numbers: Collection[int]) -> None:
+    def drop(self, microbatches: Collection[int]) -> None:
         """Their transfers still occupy buses."""
-        for ticket in [t for t, (flight, _, _) in self._running.items() if flight.number in numbers]:
+        self._ended = deque(number for number in self._ended if number not in microbatches)
+        for ticket in [t for t, (flight, _, _) in self._running.items() if flight.number in microbatches]:
             del self._running[ticket]
             for device in self.devices:
                 if any(job.ticket == ticket for job in device.queue):
@@ -99,148 +47,13 @@ class _Loop(Core):
         for index in range(len(self.devices)):
             self._look(index, self.now_us)
 
-    def state(self) -> State:
-        now = self.now_us
-        age = {ticket: number for number, ticket in enumerate(self._running)}
-        events = [
-            (round(t - now, DECIMALS), device, -1 if what == END else age[ticket], what)
-            for t, _, device, ticket, what in sorted(self._events)
-            if what != END or ticket == self.devices[device].epoch
-        ]
-        return State(
-            tuple([(f.waiting, (s, scale), tuple(f.left)) for f, s, scale in self._running.values()]),
-            tuple([round(t - now, DECIMALS) if t > now else 0.0 for t in self._bus_free]),
-            tuple([_device_state(device, age, now) for device in self.devices]),
-            tuple(
-                tuple(
-                    [(age[j.ticket], j.position, tuple(sorted(j.arrived)), j.spent_us) for j in device.queue]
-                )
-                for device in self.devices
-            ),
-            tuple(events),
-        )
+    def on_end(self, flight: Flight, now: float) -> None:
+        self._ended.append(flight.number)
 
-    def go_on(self) -> None:
-        self.ended, self.busy_us = [], [0.0] * len(self.busy_us)
-        for age, (flight, _, _) in enumerate(self._running.values()):
-            flight.number = age
+    def on_segment(
+        self, device: int, flight: Flight, script: Script, segment: LaunchSegment, stop_us: float
+    ) -> None:
+        self.busy_us[device] += stop_us - self.devices[device].since_us
 
-    def restore(self, state: State) -> None:
-        self.now_us, self._bus_free = 0.0, list(state.bus_free)
-        self._running = {
-            age: (Flight(age, age, 0, list(left), waiting), *work)
-            for age, (waiting, work, left) in enumerate(state.flights)
-        }
-        for index, (now, jobs) in enumerate(zip(state.devices, state.jobs, strict=True)):
-            device = self.devices[index] = SimulatedDevice()
-            current, device.start, device.stop, device.since_us = now
-            for age, position, arrived, spent_us in jobs:
-                column = self._running[age][1].columns[index]
-                job = Job(age, age, column.items, position, set(arrived), column.until_wait_us, spent_us)
-                device.queue.add(job)
-                if age == current:
-                    device.job = job
-        self._events = [(t, n, d, max(age, 0), what) for n, (t, d, age, what) in enumerate(state.events)]
-        self._order = len(state.flights) + len(state.events)
-
-
-def _device_state(device: SimulatedDevice, age: dict[int, int], now: float) -> tuple[int, int, int, float]:
-    if device.job is None:
-        return -1, 0, 0, 0.0
-    return age[device.job.ticket], device.start, device.stop, round(device.since_us - now, DECIMALS)
-
-
-class VirtualMachine:
-    def __init__(self, num_devices: int, num_buses: int, remembers: bool = True) -> None:
-        self.now_us = 0.0
-        # Per device, then per bus, up to the last end of a run.
-        self.busy_us = [0.0] * (num_devices + num_buses)
-        self.num_followed = self.num_computed = 0
-        self._loop, self._remembers = _Loop(num_devices, num_buses), remembers
-        self._places: dict[State, _Place] = {}
-        self._place = self._place_of(self._loop.state())
-        self._loop_place: _Place | None = self._place
-        self._since_us = 0.0
-        self._flying: list[int] = []
-        self._begun: list[tuple[int, tuple[Work, ...]]] = []
-        self._ended: list[int] = []
-
-    def start(self, microbatch: int, works: Sequence[Work]) -> None:
-        if self.now_us > self._since_us:
-            self._enter(self._catch_up())  # this moment is a place
-        self._begun.append((microbatch, tuple(works)))
-
-    def take(self, limit_us: float) -> int | None:
-        """To the next end of a microbatch's last run, or to the limit (None)."""
-        if not self._ended and (self._flying or self._begun):
-            edge = self._place.edges.get(tuple([works for _, works in self._begun]))
-            if edge is None:
-                edge = self._compute()
-            if self._since_us + edge.us <= limit_us + SAME_US:
-                self._follow(edge)
-        if self._ended:
-            return self._ended.pop(0)
-        if limit_us < float("inf"):
-            self.now_us = max(self.now_us, limit_us)
-        return None
-
-    def drop(self, microbatches: Collection[int]) -> None:
-        self._ended = [number for number in self._ended if number not in microbatches]
-        numbers = self._catch_up()
-        self._loop.forget([n for n, m in enumerate(numbers) if m in microbatches])
-        self._enter(numbers)
-
-    def _compute(self) -> _Edge:
-        self.num_computed += 1
-        start_us = self._begin()
-        loop = self._loop
-        loop.run_on()
-        place = self._loop_place = self._place_of(loop.state())
-        us = loop.now_us - start_us
-        edge = _Edge(us, tuple(loop.ended), loop.flying, tuple(loop.busy_us), place)
-        self._place.edges[tuple([works for _, works in self._begun])] = edge
-        return edge
-
-    def _follow(self, edge: _Edge) -> None:
-        self.num_followed += 1
-        numbers = self._flying + [number for number, _ in self._begun]
-        self._since_us = self.now_us = self._since_us + edge.us
-        self._place, self._begun = edge.place, []
-        self._flying = [numbers[flight] for flight in edge.staying]
-        self._ended = [numbers[flight] for flight in edge.ended]
-        busy_us = self.busy_us
-        for index, us in enumerate(edge.busy_us):
-            busy_us[index] += us
-
-    def _begin(self) -> float:
-        """Returns the time of the last place."""
-        loop = self._loop
-        if self._loop_place is not self._place:
-            loop.restore(self._place.state)
-        self._loop_place = None
-        loop.go_on()
-        for number, (_, works) in enumerate(self._begun, len(self._flying)):
-            loop.begin(Flight(number, number, 0, list(reversed(works))), loop.now_us)
-        return loop.now_us
-
-    def _catch_up(self) -> list[int]:
-        self._begin()
-        self._loop.run(self.now_us - self._since_us)
-        assert not self._loop.ended, "no run ends before the next place"
-        return self._flying + [number for number, _ in self._begun]
-
-    def _enter(self, numbers: Sequence[int]) -> None:
-        state = self._loop.state()
-        # Times set by the caller do not recur unless the machine is idle.
-        self._place = _Place(state) if state.flights else self._place_of(state)
-        self._since_us, self._begun = self.now_us, []
-        self._flying = [numbers[flight] for flight in self._loop.flying]
-        for index, us in enumerate(self._loop.busy_us):
-            self.busy_us[index] += us
-
-    def _place_of(self, state: State) -> _Place:
-        if not self._remembers:
-            return _Place(state)
-        if len(self._places) >= MAX_PLACES:
-            self._places.clear()
-        return self._places.setdefault(state, _Place(state))
+    def on_send(self, flight: Flight, wire: TransferWire, start_us: float, stop_us: float) -> None:
+        self.busy_us[len(self.devices) + wire.bus] += stop_us - start_us
