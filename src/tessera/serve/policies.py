@@ -124,7 +124,7 @@ class ServicePlanner:
         config = fluid.FluidConfig(num_rehearsed=MAX_REHEARSED)
         return fluid.CapturedModel(
             self.load, self.cluster, price, fluid.ModelBytes(0, 0.0), config,
-            shape.is_flat and not self.sees, (), True, shape.microbatches, shape.rows, shape.sizes,
+            not self.sees, (), True, shape.microbatches, shape.rows, shape.sizes,
         )  # fmt: skip
 
     def _group(self, policy: str, draft: fluid.GroupDraft) -> ir.Group:

@@ -11,7 +11,7 @@ A request is placed in a prompts group when a row and pages for its prompt and o
 its destination, so nothing waits for room while it holds some. Full pages that the destination lacks are sent
 after each step, the rest and state by row with the first token. If the destination is lost or a move fails,
 the sequence answers where it is; if the source is lost, it restarts. Pages of a move are given back when the
-move has ended, not before. Where steps write all rows (`is_flat` is False), nothing moves.
+move has ended, not before.
 
 A switch of policy hands sequences over: in place where the new policy has a group with the same home, else by
 moving their pages, else they answer where they are, or restart if their prompt is not read.
@@ -259,7 +259,7 @@ class Router(Scheduler[ActiveRequest]):
         groups = self._usable()
         prompts = [group for group in groups if group.role is Role.PROMPTS]
         others = [group for group in groups if group.role is not Role.PROMPTS]
-        if not (prompts and others and self._shape.is_flat):
+        if not (prompts and others):
             return self._seat(request, groups)
         near = [group for group in others if self._reads_rest(request, group)]
         if near and self._seat(request, near):
@@ -520,7 +520,7 @@ class Router(Scheduler[ActiveRequest]):
         groups: Sequence[RoutedGroup],
     ) -> None:
         position = batch.position(request)
-        if position is None or home is None or not self._shape.is_flat:
+        if position is None or home is None:
             if position is None or batch.can_move:
                 self._restart(request, batch)
             return
