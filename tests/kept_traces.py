@@ -21,6 +21,12 @@ from tessera.capture import Workload, record, record_sizes, record_step
 from tessera.capture.models import catalog
 from tessera.ir import Step, Trace, load, save
 
+# What recording imports (a contract of `make check`), what serving asks of it, and what tests change.
+PARTS = (
+    *(f"src/tessera/{part}" for part in ("capture", "kernels", "ir", "errors.py", "serve/steps.py")),
+    "src/tessera_ptx",
+    *(f"tests/{name}.py" for name in ("conftest", "kept_models", "kept_traces", "sampling")),
+)
 LIBRARIES = ("torch", "transformers", "diffusers", "numpy")
 KEPT = Path(os.environ["XDG_CACHE_HOME"]) / "traces"
 # Traces of other sources are removed.
@@ -85,10 +91,10 @@ def _path(step: Step, form: str) -> Path | None:
 def _between_runs() -> Path:
     """A folder by all that traces are made of."""
     root = Path(__file__).resolve().parents[1]
-    sources = [path for path in root.glob("src/**/*") if path.suffix in (".py", ".json", ".ptx")]
+    sources = [path for part in PARTS for path in [root / part, *(root / part).rglob("*")]]
     found = [version(library) for library in LIBRARIES]
     of = hashlib.sha256(repr((found, platform.machine(), torch.backends.cpu.get_cpu_capability())).encode())
-    for path in sorted([*sources, *root.glob("tests/*.py")]):
+    for path in sorted(path for path in sources if path.suffix in (".py", ".json", ".ptx")):
         of.update(path.read_bytes())
     folder = KEPT / of.hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)

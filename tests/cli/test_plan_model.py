@@ -157,14 +157,14 @@ def test_dense_weights_that_do_not_fit_are_fetched_beside_what_the_host_computes
     """And none if all fit."""
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512,
-        "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "intermediate_size": 1024, "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 2,
         "vocab_size": 512, "torch_dtype": "bfloat16",
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     devices = ("--devices", "emu:rtx-4090,emu:cpu-xeon-8480", "--link", "pcie5")
     words = ("--random-weights", "--launches", "eager", *LOAD[2:], *QUICK)
     fetched, rates = [], []
-    for memory in (("--memory", "emu:rtx-4090=7MB"), ()):
+    for memory in (("--memory", "emu:rtx-4090=4MB"), ()):
         given = (*devices, *memory, *words, "-o", tmp_path / "x.plan", "--json")
         code, out, err = call("plan", tmp_path, *given, capsys=capsys)
         assert 0 == code, err

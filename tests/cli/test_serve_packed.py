@@ -35,7 +35,7 @@ def test_greedy_tokens_are_those_of_the_dequantised_model(method: str, family: s
 
 def test_adapters_are_chosen_by_name(tmp_path: Path) -> None:
     """Two adapters and their base at once, also after the same prompt: each answers as merged."""
-    base = write_folder(tmp_path / "base", "awq")
+    base = write_folder(tmp_path / "base", "awq", layers=1)
     write_words(tmp_path / "base")
     models = {"base": base}
     for seed, name in enumerate(("one", "two")):
