@@ -139,13 +139,14 @@ def choose(
     alike = query.dim() == key.dim() == value.dim() == 4 and query.dtype == key.dtype == value.dtype
     if query.device.type != "cuda" or not alike or any(n == 0 for n in (*query.shape, *key.shape)):
         return "math"
+    same_heads = query.shape[1] == key.shape[1] == value.shape[1]
+    if not query.shape[0] == key.shape[0] == value.shape[0] or not (same_heads or enable_gqa):
+        return "math"  # which repeats what there is one of
     same_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
     half = query.dtype in (torch.float16, torch.bfloat16)
     if half and mask is None and same_width and query.shape[-1] <= MAX_FLASH_HEAD:
         return "flash"
-    same_heads = query.shape[1] == key.shape[1] == value.shape[1]
-    is_grouped = enable_gqa and not same_heads
-    if is_grouped or not (half or query.dtype is torch.float32):
+    if not same_heads or not (half or query.dtype is torch.float32):
         return "math"
     alignment = 8 if half else 4
     is_few = half and mask is not None and mask.dim() == 4 and query.shape[2] in FEW_QUERIES

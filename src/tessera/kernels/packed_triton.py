@@ -38,6 +38,8 @@ _BUSY, _LEAST = 200, 4
 # Those of tiled weights: of 16 rows, of more.
 _BUSY_FEW, _BUSY_MORE = 190, 128
 _MAX_SPLITS = 8
+# Programs beside one another for the rows of an expert.
+TILES_EACH = 2
 # Bytes per output, row and split.
 _JOINED = 8
 _COLUMNS, _WARPS, _STAGES = 128, 4, 4
@@ -124,9 +126,9 @@ def multiply(
     tile = tile or tile_for(rows, experts, outputs, -(-columns // depth), line, is_tiled)
     overlap = overlaps(x.device)
     parts = x.new_empty(tile.splits, rows, outputs, dtype=torch.float32) if tile.splits > 1 else None
-    groups = -(-rows // tile.rows) if offsets is None else rows // tile.rows + experts
+    groups = -(-rows // tile.rows) if offsets is None else TILES_EACH * experts
     grid, options = (-(-outputs // tile.columns), groups, tile.splits), {
-        "ROWS": tile.rows, "COLUMNS": tile.columns, "SPLITS": tile.splits, "EXPERTS": experts,
+        "ROWS": tile.rows, "COLUMNS": tile.columns, "SPLITS": tile.splits, "TILES": TILES_EACH,
         "num_warps": tile.warps, "num_stages": tile.stages, "OVERLAPS": overlap, "launch_pdl": overlap,
     }  # fmt: skip
     if is_tiled:
@@ -275,24 +277,22 @@ def _sizes(
 
 
 @triton.jit
-def _rows_of(offsets, rows, ROWS: tl.constexpr, EXPERTS: tl.constexpr):
-    """A program's weight, and its rows: a tile of all, or of an expert's.
-
-    Tiles of expert e start at begin[e] // ROWS + e, so the grid is a bound.
+def _rows_of(offsets, rows, ROWS: tl.constexpr, TILES: tl.constexpr):
+    """A program's weight, its first row and the last: a tile of all rows, or every tile in `TILES` of an
+    expert's.
     """
     tile = tl.program_id(1)
-    weight = tile * 0
-    first = tile * ROWS
-    end = tl.minimum(first + ROWS, rows)
-    if offsets is not None:
-        number = tl.arange(0, triton.next_power_of_2(EXPERTS))
-        begins = tl.load(offsets + number - 1, mask=(number > 0) & (number < EXPERTS), other=0)
-        is_begun = (number < EXPERTS) & (begins // ROWS + number <= tile)
-        weight = tl.sum(is_begun.to(tl.int32), 0) - 1
-        begin = tl.sum(tl.where(number == weight, begins, 0), 0)
-        first = begin + (tile - begin // ROWS - weight) * ROWS
-        end = tl.minimum(first + ROWS, tl.load(offsets + weight))
-    return weight, first, end
+    weight = tile // TILES
+    begin = tile * ROWS
+    end = tl.minimum(begin + ROWS, rows)
+    if offsets is None:
+        weight = weight * 0
+    else:
+        begin = tile % TILES * ROWS
+        end = tl.load(offsets + weight)
+        if weight > 0:
+            begin += tl.load(offsets + weight - 1)
+    return weight, begin, end
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -300,12 +300,12 @@ def packed_product(
     x, codes, scales, zeros, bias, offsets, out, parts, rows, N: tl.constexpr, K: tl.constexpr,
     FORMAT: tl.constexpr, NIBBLES: tl.constexpr, MIDDLE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, TILES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     wait_previous(OVERLAPS)
     EACH: tl.constexpr = 2 if NIBBLES else 1
-    expert, begin, end = _rows_of(offsets, rows, ROWS, EXPERTS)
+    expert, begin, end = _rows_of(offsets, rows, ROWS, TILES)
     split = tl.program_id(2)
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_output = n < N
@@ -313,7 +313,7 @@ def packed_product(
     SHARE: tl.constexpr = (K + DEPTH * SPLITS - 1) // (DEPTH * SPLITS) * DEPTH
     codes += (expert.to(tl.int64) * N + n)[:, None] * LINE
     scale_at = (expert * SCALE_ROWS + n // BLOCK_N) * SCALE_COLUMNS
-    for start in range(begin, end, ROWS):  # at most once
+    for start in range(begin, end, TILES * ROWS):
         m = start + tl.arange(0, ROWS)
         is_row = m < end
         total = tl.zeros([COLUMNS, ROWS], tl.float32)
@@ -509,7 +509,7 @@ def _tiled_numbers(words, scales, FORMAT: tl.constexpr, IS_BRAIN: tl.constexpr):
 def tiled_product(
     x, codes, scales, bias, offsets, out, parts, rows, N: tl.constexpr, K: tl.constexpr,
     FORMAT: tl.constexpr, IS_BRAIN: tl.constexpr, HAS_BLOCKS: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, SPLITS: tl.constexpr, EXPERTS: tl.constexpr, OVERLAPS: tl.constexpr,
+    COLUMNS: tl.constexpr, SPLITS: tl.constexpr, TILES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     wait_previous(OVERLAPS)
     split = tl.program_id(2)
@@ -520,7 +520,7 @@ def tiled_product(
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     near = n if N % COLUMNS == 0 else tl.minimum(n, N - 1)
     at = (near * (BLOCKS * WORDS))[:, None] + tl.arange(0, WORDS)[None, :]
-    expert, first, end = _rows_of(offsets, rows, ROWS, EXPERTS)
+    expert, first, end = _rows_of(offsets, rows, ROWS, TILES)
     codes += expert.to(tl.int64) * (N * BLOCKS * WORDS)
     EACH: tl.constexpr = 1 if HAS_BLOCKS else 32
     GROUP: tl.constexpr = 128 if HAS_BLOCKS else 32
@@ -528,7 +528,7 @@ def tiled_product(
     scale_at = near // GROUP * (BLOCKS * EACH)
     if not HAS_BLOCKS:
         scale_at += near % 8 * 4 + near // 8 % 4
-    for start in range(first, end, ROWS):  # at most once; products overlap in loops alone
+    for start in range(first, end, TILES * ROWS):
         m = start + tl.arange(0, ROWS)
         is_row = m < end
         x_at = x + m.to(tl.int64)[:, None] * K + tl.arange(0, 128)[None, :]

@@ -215,17 +215,18 @@ def paged_decode(
             tl.store(
                 out + (padding * query_heads + heads)[:, None] * VALUE_SIZE + dv[None, :], zeros, mask=inside
             )
-    # Together, since each waits for the memory.
-    token, after = tl.load(query_starts + sequence), tl.load(query_starts + sequence + 1)
-    length, table = tl.load(lengths + sequence), pages + tl.load(page_starts + sequence)
-    if after != token + 1:
+    token = tl.load(query_starts + sequence)
+    if tl.load(query_starts + sequence + 1) != token + 1:
         return
+    length = tl.load(lengths + sequence)
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
     share = tl.cdiv(tl.cdiv(length - first, BLOCK), SPLITS) * BLOCK
     begin = first + split * share
     end = tl.minimum(begin + share, length)
+
+    table = pages + tl.load(page_starts + sequence)
     keys += head * KEY_HEAD
     values += head * VALUE_HEAD
     q = _load_rows(query, token.to(tl.int64) * QUERY_ROW + heads * QUERY_HEAD, member < GROUP, d, SIZE)
@@ -261,14 +262,15 @@ def paged_join(
     wait_previous(OVERLAPS)
     head, sequence = tl.program_id(0), tl.program_id(1)
     query_heads = tl.num_programs(0)
-    token, after = tl.load(query_starts + sequence), tl.load(query_starts + sequence + 1)
+    token = tl.load(query_starts + sequence)
+    if tl.load(query_starts + sequence + 1) != token + 1:
+        return
     dv = tl.arange(0, VALUE_PAD)
     part = (sequence * query_heads + head) * SPLITS + tl.arange(0, SPLITS)
-    weight, inside = tl.load(tops + part), dv < VALUE_SIZE
-    seen = tl.load(parts + part[:, None] * VALUE_SIZE + dv[None, :], mask=inside[None, :], other=0.0)
-    if after != token + 1:
-        return
+    weight = tl.load(tops + part)
     weight = tl.exp2(weight - tl.max(weight, 0))
+    inside = dv < VALUE_SIZE
+    seen = tl.load(parts + part[:, None] * VALUE_SIZE + dv[None, :], mask=inside[None, :], other=0.0)
     result = tl.sum(seen * weight[:, None], 0) / tl.sum(weight, 0)
     tl.store(
         out + (token * query_heads + head) * VALUE_SIZE + dv, result.to(out.dtype.element_ty), mask=inside

@@ -146,6 +146,15 @@ def test_the_target_chooses_its_attention(
         assert wanted == choose(query, key, key, mask, enable_gqa=heads[0] != heads[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_attention_that_repeats_a_head_is_no_library_call(dtype: torch.dtype) -> None:
+    """torch repeats the one key head of Falcon in its own code; the libraries refuse it."""
+    with fake.machine():
+        query, key = (torch.empty(1, h, 4, 16, dtype=dtype, device="cuda") for h in (4, 1))
+
+        assert "math" == choose(query, key, key)
+
+
 def test_attention_on_the_cpu_is_left_alone() -> None:
     """Outside the fake GPU nothing is re-routed."""
     query = torch.zeros(1, 1, 4, 16)
