@@ -13,7 +13,7 @@ import pytest
 
 from sampling import is_whole
 from tessera.cli import _main
-from tessera.cli.demo import FULL, PROMPTS, plan_full
+from tessera.cli.demo import FULL, plan_full
 from tessera.cli.plan_model import model_figures
 
 
@@ -43,7 +43,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path
         contextlib.chdir(folder),
         contextlib.redirect_stdout(io.StringIO()) as out,
     ):
-        patch.setattr("tessera.cli.demo.PROMPTS", PROMPTS[:3])
+        patch.setattr("tessera.cli.demo.NUM_REQUESTS", 3)
         patch.setattr("tessera.cli.demo.FULL", replace(FULL, prompt_tokens=128, output_tokens=16))
         if not is_whole():
             patch.setattr("tessera.cli.demo.ProcessPoolExecutor", Here)

@@ -17,16 +17,13 @@ from rich.text import Text
 from tessera.cli import plan_model
 from tessera.cli.output import HIDDEN, Illustrated, Record, option, progress, shown
 from tessera.cli.plan_text import PlanFigures, plan_figures
-from tessera.cli.run import is_equal, overlap, run_through, shares
+from tessera.cli.run import overlap, run_plans, shares
 from tessera.errors import TesseraError, WorkerError
 from tessera.ir import Cluster, GroupSize, Load, Objective, Plan, ServicePlan, Step, Timeline, save
 from tessera.report import Shown, layer_picture, main_lane, write_perfetto, write_report
 
 if TYPE_CHECKING:
-    import torch
-
     from tessera.cli.plan_model import PlannedModel
-    from tessera.flow import ReferenceRun
     from tessera.serve.records import Ask
     from tessera.serve.service import Service
 
@@ -36,17 +33,7 @@ FULL_DEVICES, FULL_LINK = "emu:h20,emu:l40s", "pcie4"
 # The policies always divide the work, whether or not that pays for such a small model.
 MODEL = "tiny-llama"
 SERVED_POLICY, DIVIDED_POLICY = "prefill-decode", "attention-ffn"
-PROMPTS = (
-    "Heterogeneous GPUs, working as one",
-    "A kernel is code; a launch is one run of it",
-    "Which card should run this?",
-    "Sound before fast",
-    "Transfers hide behind compute",
-    "No gain: use one GPU",
-)
-PROMPT_TOKENS = 48
-MICROBATCHES = 4
-BEGIN, END = 256, 257
+NUM_REQUESTS, PROMPT_TOKENS, MICROBATCHES = 6, 48, 4
 SIMULATED_REQUESTS = 12
 FIRST_LINE = (
     f"Plans a load of {FULL_MODEL} for two different cards, proves that dividing a small model changes no "
@@ -115,7 +102,7 @@ def demo(
     print(FIRST_LINE, file=sys.stderr)
     spawn = multiprocessing.get_context("spawn")
     with (
-        progress("importing torch", 16 + 2 * len(PROMPTS)) as advance,
+        progress("importing torch", 16 + 2 * NUM_REQUESTS) as advance,
         ProcessPoolExecutor(1, spawn) as second,
     ):
         full = second.submit(plan_full, replace(FULL, effort=effort))
@@ -144,8 +131,7 @@ def _cluster(devices: str, link: str) -> Cluster:
 
 def _run_small(cluster: Cluster, tokens: int, output: Path, advance: Callable[[str], None]) -> SmallRuns:
     from tessera.capture import build, record
-    from tessera.execute.worker_stepper import WorkerStepper
-    from tessera.flow import UnitRequest, make_plan, make_unit, price, run_reference
+    from tessera.flow import make_plan, make_unit, price, requests_of
     from tessera.plan import QUICK
 
     steps = (
@@ -153,33 +139,31 @@ def _run_small(cluster: Cluster, tokens: int, output: Path, advance: Callable[[s
         Step(MODEL, "decode", 1, PROMPT_TOKENS + tokens),
     )
     advance("capturing prefill and decode")
-    workloads = [build(step) for step in steps]
-    traces = [record(workload) for workload in workloads]
+    traces = [record(build(step)) for step in steps]
     for trace in traces:
         save(trace, output / f"{trace.step.kind}.trace")
-    advance("finding dependencies")
-    unit = make_unit(traces)
-    requests = [UnitRequest(workloads, _prompt_inputs(prompt), seed) for seed, prompt in enumerate(PROMPTS)]
-    reference = []
-    for request in requests:
-        reference.append(run_reference(unit, request))
-        advance("generating on one device, for comparison")
-    served = _serve(cluster, tokens, reference, output, advance)
     advance("planning kernel by kernel")
+    unit = make_unit(traces)
     costs = price(unit, cluster)
     plan = make_plan(unit, costs, cluster, Objective.THROUGHPUT, MICROBATCHES, DIVIDED_POLICY, search=QUICK)
     save(plan, output / f"{plan.policy}.plan")
-    with WorkerStepper([plan], workloads[0].weights(), max_failures=3) as stepper:
-        ran = run_through(stepper, requests, 0, None, advance)
+    ran, verified = run_plans([plan], NUM_REQUESTS, True, 1, None, {}, advance)
     if failed := next((r.error for r in ran.results if r.error), ""):
         raise WorkerError(failed, "Check the memory of this machine, then run again.")
-    return SmallRuns(served, plan, ran.timeline, all(map(is_equal, reference, ran.results)))
+    prompts = []
+    for request in requests_of(plan, NUM_REQUESTS, is_fresh=True).work:
+        row, last = request.first["tokens"][0], int(request.first["last"][0])
+        prompts.append(tuple(row[: last + 1].tolist()))
+    answers = [[int(out["next_tokens"][0]) for out in result.outputs] for result in ran.results]
+    served = _serve(cluster, tokens, prompts, answers, output, advance)
+    return SmallRuns(served, plan, ran.timeline, bool(verified))
 
 
 def _serve(
     cluster: Cluster,
     tokens: int,
-    reference: "list[ReferenceRun]",
+    prompts: list[tuple[int, ...]],
+    expected: list[list[int]],
     output: Path,
     advance: Callable[[str], None],
 ) -> ServedDemo:
@@ -198,7 +182,7 @@ def _serve(
     save(plan, output / f"{MODEL}.plan")
     prepared = prepare(MODEL, cluster, ServeSpec(), plan=plan, advance=advance)
     greedy = Sampling(temperature=0.0)
-    asks = [Ask(_tokens(prompt), tokens + 1, greedy, ignores_end=True) for prompt in PROMPTS]
+    asks = [Ask(prompt, tokens + 1, greedy, ignores_end=True) for prompt in prompts]
     advance("starting workers")
     text = open_text(place_of(MODEL))
     with (
@@ -207,7 +191,6 @@ def _serve(
     ):
         answers = asyncio.run(_answers(service, asks))
         pages_moved = service.snapshot().pages_moved
-    expected = [[int(out["next_tokens"][0]) for out in run.outputs] for run in reference]
     return ServedDemo(
         policy=plan.policy,
         groups=tuple(group.size for group in plan.groups),
@@ -257,7 +240,7 @@ def _record(planned: "PlannedModel", small: SmallRuns, files: dict[str, str], se
         verified=small.served.verified and small.verified,
         model=MODEL,
         devices=names,
-        requests=len(PROMPTS),
+        requests=NUM_REQUESTS,
         service=small.served,
         plans={policy: plan_figures(small.plan)},
         measured={
@@ -300,17 +283,3 @@ def _story(run: DemoRun, divided: Plan) -> Iterator[RenderableType | Record]:
     yield Text(f"tessera serve {MODEL} --devices {','.join(names)}  an OpenAI-compatible endpoint")
     yield Text(f"{run.files['page']}  the divided plan as a page, for any browser")
     yield Text(f"{run.files['perfetto_measured']}  the measured run, for https://ui.perfetto.dev")
-
-
-def _tokens(prompt: str) -> tuple[int, ...]:
-    return tuple([BEGIN, *prompt.encode()][:PROMPT_TOKENS])
-
-
-def _prompt_inputs(prompt: str) -> "dict[str, torch.Tensor]":
-    """A begin, the bytes of the prompt, and ends to fill up."""
-    import torch
-
-    row = list(_tokens(prompt))
-    tokens = torch.tensor([row + [END] * (PROMPT_TOKENS - len(row))])
-    positions = torch.arange(PROMPT_TOKENS)[None]
-    return {"tokens": tokens, "positions": positions, "last": torch.tensor([len(row) - 1])}

@@ -22,10 +22,7 @@ from tessera.report import write_perfetto
 if TYPE_CHECKING:
     from tessera.execute.offline import RunResult
     from tessera.execute.stepper import Tensors
-    from tessera.execute.worker_stepper import WorkerStepper
-    from tessera.flow import ReferenceRun, UnitRequest
-
-__all__ = ["overlap", "run"]
+    from tessera.flow import ReferenceRun, RunStep
 
 # Enough for a share, few enough to be quick.
 PREDICTED_REQUESTS = 32
@@ -91,8 +88,8 @@ class Ran:
     compute_us: dict[str, float]
     peak_bytes: tuple[int, ...]
     faults: tuple[str, ...]
-    inputs: str = ""
-    reference: str | None = None
+    inputs: str
+    reference: str | None
 
     def divided(self, scale: float) -> "Ran":
         """`scale` is that of dilated devices."""
@@ -156,11 +153,11 @@ def run(
     ):
         options["hub"] = hub
         depth = 1 if plain else None
-        ran, equal = _run(plans, requests, verify, switch_every, depth, options, advance)
+        ran, equal = run_plans(plans, requests, verify, switch_every, depth, options, advance)
     return _report(plans, place, ran, equal, started, trace)
 
 
-def _run(
+def run_plans(
     plans: Sequence[Plan],
     num: int,
     verify: bool,
@@ -170,6 +167,8 @@ def _run(
     advance: Callable[[str], None],
 ) -> tuple[Ran, bool | None]:
     """Every `switch_every`-th request begins under the next plan."""
+    from tessera.execute.offline import run_offline
+    from tessera.execute.stepper import SpanLog
     from tessera.execute.worker_stepper import WorkerStepper
     from tessera.flow import requests_of, run_reference
 
@@ -182,49 +181,29 @@ def _run(
         scale = scale_of(plans[0], weights, work[0]).factor
         options |= {"scale": scale, "is_profiled": True}
         options["timeout_s"] = options["timeout_s"] or GPU_TIMEOUT_S * scale
-
-    def switched(num_done: int) -> int:
-        return num_done // switch_every % len(plans)
-
     advance("starting workers")
     with WorkerStepper(plans, weights, max_failures=MAX_FAILURES, **options) as stepper:
-        ran = run_through(stepper, work, switched, depth, advance).divided(scale)
-    ran = replace(ran, inputs=asked.inputs)
+        log = stepper.spans = SpanLog(plans[0])
+        run = run_offline(
+            stepper,
+            work,
+            policy=lambda num_done: num_done // switch_every % len(plans),
+            on_done=lambda number: advance(f"ran request {number}"),
+            spans=log,
+            depth=depth,
+        )
+        peaks = tuple(f.peak_bytes for f in stepper.footprints)
+    reference = LAUNCHES if on_gpus else MODEL_ITSELF
+    about = (tuple(run.faults), asked.inputs, reference if verify else None)
+    ran = Ran(run.results, log.timeline(), log.cpu_us, peaks, *about).divided(scale)
     if not verify:
         return ran, None
-    ran = replace(ran, reference=LAUNCHES if on_gpus else MODEL_ITSELF)
-    if on_gpus:
-        wanted = in_order(plans[0], weights, work)
-        return ran, all(r.error or is_equal(w, r) for w, r in zip(wanted, ran.results, strict=True))
-    equal = True
+    equal, in_order = True, launches_of(plans[0], weights) if on_gpus else None
     for request, result in zip(work, ran.results, strict=True):
         if not result.error:
-            equal &= is_equal(run_reference(plans[0].unit, request), result)
+            equal &= is_equal(run_reference(plans[0].unit, request, in_order), result)
         advance(f"compared request {request.seed}")
     return ran, equal
-
-
-def run_through(
-    stepper: "WorkerStepper",
-    work: "Sequence[UnitRequest]",
-    policy: int | Callable[[int], int],
-    depth: int | None,
-    advance: Callable[[str], None],
-) -> Ran:
-    from tessera.execute.offline import run_offline
-    from tessera.execute.stepper import SpanLog
-
-    log = stepper.spans = SpanLog(stepper.plans[0])
-    run = run_offline(
-        stepper,
-        work,
-        policy=policy,
-        on_done=lambda number: advance(f"ran request {number}"),
-        spans=log,
-        depth=depth,
-    )
-    peaks = tuple(f.peak_bytes for f in stepper.footprints)
-    return Ran(run.results, log.timeline(), log.cpu_us, peaks, tuple(run.faults))
 
 
 def _report(
@@ -328,18 +307,16 @@ def check_gpus(plan: Plan, is_verified: bool, place: str) -> None:
         raise MismatchError(message, "Leave --verify out, or plan for cuda: devices only.", place)
 
 
-def in_order(plan: Plan, weights: "Tensors", requests: "Sequence[UnitRequest]") -> "list[ReferenceRun]":
+def launches_of(plan: Plan, weights: "Tensors") -> "RunStep":
     """The plan's launches one by one, on the first device's GPU."""
     from tessera.execute import driver
     from tessera.execute.cuda.graphs import refuse_generators
     from tessera.execute.reference import InOrder
-    from tessera.flow import run_reference
 
     traces = [graph.trace for graph in plan.graphs]
     for trace in traces:
         refuse_generators(trace)
-    run = InOrder(traces, weights, driver.card(plan.cluster.devices[0].ordinal))
-    return [run_reference(plan.unit, request, run) for request in requests]
+    return InOrder(traces, weights, driver.card(plan.cluster.devices[0].ordinal))
 
 
 def check_runnable(trace: Trace, place: str) -> None:
