@@ -6,7 +6,6 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -33,30 +32,7 @@ UNLIMITED = 1 << 50
 COPIES = (SINGLE, DATA_PARALLEL)
 
 
-class Rater(Protocol):
-    @property
-    def is_compiled(self) -> bool: ...
-
-    @property
-    def note(self) -> str: ...
-
-    @property
-    def trace(self) -> Trace:
-        """The last step of a request."""
-
-    def limit(self, cards: Cluster) -> Limit:
-        """Bounds of sets of these cards, one of each kind."""
-
-    def drafts(self, cluster: Cluster) -> list[Option]:
-        """The best draft of every policy."""
-
-    def fastest(self, cluster: Cluster) -> Option | None:
-        """The draft with the least time per token."""
-
-    def plan(self, cluster: Cluster) -> tuple[ServicePlan | Plan, Comparison]: ...
-
-
-def rater_of(wanted: ModelLoad, cards: Cluster, advance: Advance) -> Rater:
+def rater_of(wanted: ModelLoad, cards: Cluster, advance: Advance) -> "Rater":
     """`cards` have all kinds of devices that are asked for later."""
     if wanted.load.output_tokens and is_served(wanted.model):
         with suppress(CaptureError):  # one token of each sequence a step
@@ -84,19 +60,23 @@ class ServiceRater:
 
     @property
     def trace(self) -> Trace:
+        """The last step of a request."""
         return self.steps.family.recordings[0].trace
 
     def limit(self, cards: Cluster) -> Limit:
+        """Bounds of sets of these cards, one of each kind."""
         roomy = tuple(replace(device, memory_bytes=UNLIMITED) for device in cards.devices)
         least = self._fluid(replace(cards, devices=roomy)).least_us
         return Limit({d.gpu: n for n, d in enumerate(cards.devices)}, least)
 
     def drafts(self, cluster: Cluster) -> list[Option]:
+        """The best draft of every policy."""
         fluid = self._fluid(cluster)
         drafts = (fluid.drafts(policy)[:1] for policy in POLICIES)
         return [draft_option(draft, cluster) for best in drafts for draft in best]
 
     def fastest(self, cluster: Cluster) -> Option | None:
+        """The draft with the least time per token."""
         drafts = (self._fluid(cluster).fastest(policy) for policy in POLICIES)
         options = [draft_option(draft, cluster) for draft in drafts if draft is not None]
         return min(options, key=lambda o: (o.tpot_ms, o.ttft_ms), default=None)
@@ -186,6 +166,9 @@ class StepRater:
 
     def _search(self, cluster: Cluster, target: Target) -> BatchSearch:
         return batch_search(self.recorded, cluster, target, self._config)
+
+
+Rater = ServiceRater | StepRater
 
 
 def _steps_of(wanted: ModelLoad) -> list[Step]:

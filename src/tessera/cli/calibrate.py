@@ -1,13 +1,14 @@
 """tessera calibrate: the few launches that reduce a plan's error most, measured on a card of this machine."""
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tessera.cli.output import Record, option, progress, shown
-from tessera.cli.profile import Keeping, keeping, measure_device
+from tessera.cli.profile import measure_device, store_at
 from tessera.errors import TesseraError
 from tessera.ir import Cost, Device, Source, Step, Trace
 from tessera.ir.files import cache_folder
@@ -15,6 +16,7 @@ from tessera.profile import Work, corrections, parse_devices, sureness_of, works
 from tessera.profile.corrections import MeasuredWork
 from tessera.profile.estimate import price_works
 from tessera.profile.measured import needs_measuring
+from tessera.profile.store import Store
 
 # (kind of step, batch, context) that are measured.
 STEPS = (("decode", 32, 1024), ("prefill", 2, 1024))
@@ -59,10 +61,10 @@ def calibrate(
     found = parse_devices(device)
     if len(found) != 1 or not needs_measuring(found[0]) or found[0].num_sms:
         raise TesseraError(f"'{device}' is no whole device of this machine", "Name cuda:0 or cpu.", "DEVICE")
-    return _calibrated(found[0], model, num, keeping(store, any_clock=True))
+    return _calibrated(found[0], model, num, store_at(store, any_clock=True))
 
 
-def _calibrated(device: Device, model: str, num: int, kept: Keeping) -> CalibrationReport:
+def _calibrated(device: Device, model: str, num: int, kept: partial[Store]) -> CalibrationReport:
     is_cpu = not device.name.startswith("cuda")
     gpu_name = device.gpu or ("cpu" if is_cpu else "")
     if not gpu_name:

@@ -1,7 +1,8 @@
 """tessera profile: the cost of every launch of a trace on each device, modelled, or measured into a store."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,7 +26,6 @@ from tessera.profile.measured import (
 from tessera.profile.store import (
     SIZES,
     LinkFit,
-    Machine,
     Store,
     default_store,
     fit_link,
@@ -109,8 +109,8 @@ def profile(
     if trace is None and not links:
         raise TesseraError("no trace was given", "Name one, or measure the links alone with --links.")
     parsed = parse_devices(devices)
-    kept = keeping(store)
-    rows = measure_links(parsed, kept.path, transport) if links else ()
+    kept = store_at(store)
+    rows = measure_links(parsed, store or default_store(), transport) if links else ()
     report = ProfileReport() if trace is None else _price(trace, parsed, output, kept, plot)
     return msgspec.structs.replace(
         report, links=rows, notes=(*report.notes, *filter(None, map(remark, rows)))
@@ -118,7 +118,7 @@ def profile(
 
 
 def _price(
-    trace: Path, devices: tuple[Device, ...], output: Path | None, kept: "Keeping", plot: Path | None
+    trace: Path, devices: tuple[Device, ...], output: Path | None, kept: partial[Store], plot: Path | None
 ) -> ProfileReport:
     if plot is not None:
         _check_plot(devices)
@@ -243,22 +243,13 @@ def _check(devices: Sequence[Device]) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Keeping:
-    path: Path
-    any_clock: bool
-    # Gets the reason if the default store cannot be used.
-    spare: Callable[[str], None] | None = None
-
-    def open(self, machine: Machine) -> Store:
-        return Store(self.path, machine, self.any_clock, self.spare)
+def store_at(path: Path | None, any_clock: bool = False) -> partial[Store]:
+    """The default store is done without if it cannot be used."""
+    spare = warning() if path is None else None
+    return partial(Store, path or default_store(), any_clock=any_clock, spare=spare)
 
 
-def keeping(store: Path | None, any_clock: bool = False) -> Keeping:
-    return Keeping(store or default_store(), any_clock, warning() if store is None else None)
-
-
-def measure_devices(trace: Trace, devices: Sequence[Device], kept: Keeping) -> dict[str, Measured]:
+def measure_devices(trace: Trace, devices: Sequence[Device], kept: partial[Store]) -> dict[str, Measured]:
     wanted = [d for d in devices if needs_measuring(d)]
     if not wanted:
         return {}
@@ -271,7 +262,7 @@ def measure_devices(trace: Trace, devices: Sequence[Device], kept: Keeping) -> d
 
 
 def measure_device(
-    trace: Trace, device: Device, kept: Keeping, stream: Any = None, only: frozenset[int] | None = None
+    trace: Trace, device: Device, kept: partial[Store], stream: Any = None, only: frozenset[int] | None = None
 ) -> Measured:
     from tessera.flow import make_timer
 
@@ -279,10 +270,10 @@ def measure_device(
     num = count_distinct(trace, timer) if only is None else len(only)
     with progress(f"measuring {trace.step.kind} on {device.name}", 1 + num) as advance:
         try:
-            return measure(trace, device, timer, kept.open, advance, only=only)
+            return measure(trace, device, timer, kept, advance, only=only)
         except DeviceGone as error:
             message = f"{error.message}; launches timed before are kept"
-            raise DeviceGone(message, error.remedy, str(kept.path)) from error
+            raise DeviceGone(message, error.remedy, str(kept.args[0])) from error
 
 
 def remarks(found: dict[str, Measured], sums: dict[str, Reconciled]) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -38,6 +38,7 @@ from tessera.serve.pages import modest_bytes, steady
 from tessera.serve.records import ServeSpec, Shape, step_name
 
 if TYPE_CHECKING:
+    from tessera.serve.gpu import GpuBackend
     from tessera.serve.policies import ServicePlanner
     from tessera.serve.sight import Eyes, Sight
     from tessera.serve.steps import ServedModel
@@ -112,29 +113,8 @@ class Prepared:
         )
 
 
-class StepBackend(Protocol):
-    @property
-    def memory_bytes(self) -> Sequence[float]: ...
-
-    def build(self, model: str, spec: ServeSpec) -> "ServedModel": ...
-
-    def placed(self, model: "ServedModel") -> "ServedModel":
-        return model
-
-    def begin(self, model: str, is_early: bool) -> None:
-        """Starts what `capture` can do before the model is built; `is_early`: its own steps too."""
-        return
-
-    def capture(self, model: "ServedModel", advance: Listener) -> list[ir.Trace]: ...
-
-    def price(self, unit: ir.WorkUnit, model: "ServedModel", advance: Listener) -> tuple[ir.Costs, ...]: ...
-
-    def scale(self, plan: ir.Plan, model: "ServedModel") -> float:
-        return 1.0
-
-
 @dataclass(frozen=True)
-class CpuBackend(StepBackend):
+class CpuBackend:
     cluster: ir.Cluster
     microbatches: int
     store: Path | None = None
@@ -162,6 +142,15 @@ class CpuBackend(StepBackend):
             return for_cpu(
                 served(model, spec, max_bytes=MAX_BYTES, room_bytes=room_bytes, pool_bytes=pool_bytes)
             )
+
+    def placed(self, model: "ServedModel") -> "ServedModel":
+        return model
+
+    def begin(self, model: str, is_early: bool) -> None:
+        """Starts what `capture` can do before the model is built; `is_early`: its own steps too."""
+
+    def scale(self, plan: ir.Plan, model: "ServedModel") -> float:
+        return 1.0
 
     def capture(self, model: "ServedModel", advance: Listener) -> list[ir.Trace]:
         with blamed_for_run(model.model):
@@ -318,7 +307,9 @@ def prepare(
     return prepared
 
 
-def _backend(cluster: ir.Cluster, spec: ServeSpec, store: Path | None, is_compiled: bool) -> StepBackend:
+def _backend(
+    cluster: ir.Cluster, spec: ServeSpec, store: Path | None, is_compiled: bool
+) -> "CpuBackend | GpuBackend":
     given = (cluster, spec.microbatches, store, dict(spec.expert_frequencies), spec.memory_share)
     if not any(d.kind is ir.DeviceKind.CUDA and d.ordinal != ir.AWAY for d in cluster.devices):
         warm_up()  # in parallel with capture and planning
@@ -372,7 +363,7 @@ def _follow(
     model: "ServedModel",
     plan: ir.ServicePlan,
     cluster: ir.Cluster,
-    backend: StepBackend,
+    backend: "CpuBackend | GpuBackend",
     spec: ServeSpec,
     advance: Listener,
 ) -> Prepared:
@@ -406,7 +397,11 @@ def _follow(
 
 
 def _plan(
-    model: "ServedModel", cluster: ir.Cluster, spec: ServeSpec, backend: StepBackend, advance: Listener
+    model: "ServedModel",
+    cluster: ir.Cluster,
+    spec: ServeSpec,
+    backend: "CpuBackend | GpuBackend",
+    advance: Listener,
 ) -> Prepared:
     from tessera import flow
     from tessera.serve.policies import ServicePlanner

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Protocol, Self
+from typing import Annotated, Any, Self
 
 import msgspec
 import torch
@@ -48,24 +48,12 @@ class WaitingInput:
     is_gone: bool = False
 
 
-class SingleDeviceModel(Protocol):
-    device: str
-    makes: str
-    max_waiting: int
-
-    def length(self, value: Any) -> int: ...
-
-    def fits(self, batch: Sequence[Any]) -> bool: ...
-
-    def run(self, batch: Sequence[Any], is_gone: Callable[[], bool]) -> Sequence[Any]: ...
-
-
 class SingleDeviceService:
     """Callable from any event loop."""
 
     failure = ""
 
-    def __init__(self, model: SingleDeviceModel, name: str) -> None:
+    def __init__(self, model: "Encoder | TextToImage", name: str) -> None:
         self.model, self._name = model, name
         self._waiting: deque[WaitingInput] = deque()
         self._lock, self._is_closed = threading.Lock(), False

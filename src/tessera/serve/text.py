@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tessera.errors import ArtifactError, AskError, TesseraError, extra_module
 from tessera.serve.templates import ChatTemplate
@@ -52,36 +52,11 @@ OTHERS = (byte for byte in range(256) if byte not in PRINTED)
 LETTERS = {chr(b): b for b in PRINTED} | {chr(256 + i): b for i, b in enumerate(OTHERS)}
 
 
-class Reader(Protocol):
-    def feed(self, tokens: Sequence[int]) -> str:
-        """Text that has become final."""
-
-    def flush(self) -> str:
-        """The rest, once."""
-
-
-class Text(Protocol):
-    end: tuple[int, ...]
-
-    def encode(self, text: str, most: int = NO_LIMIT, adds: bool = True) -> list[int]:
-        """Text beyond `most` tokens may be left out."""
-
-    def chat(
-        self, messages: Messages, tools: Tools = (), most: int = NO_LIMIT, variables: Variables = NO_VARIABLES
-    ) -> list[int]: ...
-
-    def reader(self) -> Reader: ...
-
-    def decode(self, tokens: Sequence[int]) -> str: ...
-
-    def token_bytes(self, token: int) -> bytes:
-        """Possibly incomplete characters."""
-
-
 class ByteText:
     end: tuple[int, ...] = (END,)
 
     def encode(self, text: str, most: int = NO_LIMIT, adds: bool = True) -> list[int]:
+        """Text beyond `most` tokens may be left out."""
         return [*([BEGIN] if adds else ()), *_bytes(text[: most + 1])]
 
     def chat(
@@ -100,20 +75,21 @@ class ByteText:
             return tokens[:-2]  # a line end and an end token
         return tokens + (list(b"assistant:\n") if variables.get(GENERATES, True) else [])
 
-    def reader(self) -> Reader:
+    def reader(self) -> "ByteReader":
         return ByteReader(self.token_bytes)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return b"".join(map(self.token_bytes, tokens)).decode(errors="replace")
 
     def token_bytes(self, token: int) -> bytes:
+        """Possibly incomplete characters."""
         if token < BEGIN:
             return bytes([token])
         return b"" if token <= END else b"<%d>" % token
 
 
 class ByteReader:
-    """Invalid bytes become U+FFFD."""
+    """`feed` returns the text that has become final, `flush` the rest. Invalid bytes become U+FFFD."""
 
     __slots__ = ("_decoder", "_token_bytes")
 
@@ -248,7 +224,7 @@ class FolderText:
         _bytes(text)  # refuses half a surrogate pair
         return within(lambda piece: self._tokenizer.encode(piece, adds, plain), text, most)
 
-    def reader(self) -> Reader:
+    def reader(self) -> "Reader":
         return ByteReader(self.token_bytes) if self._tokenizer.is_bytes else WindowReader(self)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -365,6 +341,10 @@ class WindowReader:
         rest = self._text.decode(self._window)[self._given :]
         self._given += len(rest)
         return rest
+
+
+Reader = ByteReader | WindowReader
+Text = ByteText | FolderText
 
 
 def _read(folder: Path) -> Any:
