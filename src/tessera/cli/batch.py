@@ -13,8 +13,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from itertools import islice
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
@@ -144,19 +143,11 @@ def _model(requests: Iterable[dict[str, Any]], path: Path) -> str:
 
 
 def _answers(client: ApiClient, requests: list[dict[str, Any]], at_once: int) -> Iterator[dict[str, Any]]:
-    waiting = iter(requests)
     with progress("answering", len(requests)) as advance, ThreadPoolExecutor(at_once) as threads:
-        pending: set[Future[dict[str, Any]]] = set()
         try:
-            while True:
-                more = islice(waiting, at_once - len(pending))
-                pending |= {threads.submit(_answer, client, request) for request in more}
-                if not pending:
-                    return
-                ended, pending = wait(pending, return_when=FIRST_COMPLETED)
-                for future in ended:
-                    advance("answering")
-                    yield future.result()
+            for future in as_completed([threads.submit(_answer, client, request) for request in requests]):
+                advance("answering")
+                yield future.result()
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
 

@@ -16,7 +16,6 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from tessera.errors import UnknownName
 from tessera.ir import Costs, Graph, Plan, Trace
 from tessera.report.figures import duration, percent, plural, shares, short_name, size, step_title
 
@@ -165,8 +164,6 @@ class Placed:
 
 
 def layer_picture(plan: Plan, lane: int, step: int) -> Picture:
-    _check("lane", lane, len(plan.lanes))
-    _check("step", step, len(plan.unit.graphs))
     chosen = plan.lanes[lane]
     graph, costs = plan.graphs[step], plan.costs[step]
     placed = Placed(graph, chosen.placement.devices[step], costs)
@@ -191,11 +188,6 @@ def layer_picture(plan: Plan, lane: int, step: int) -> Picture:
         leaving,
         tuple(busy[device] for device in columns),
     )
-
-
-def _check(what: str, index: int, num: int) -> None:
-    if not 0 <= index < num:
-        raise UnknownName(what, str(index), map(str, range(num)))
 
 
 def _columns(num: int, rows: Sequence[Row], leaving: Sequence[Crossing]) -> tuple[int, ...]:

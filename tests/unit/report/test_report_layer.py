@@ -1,12 +1,9 @@
 """The placement of one layer."""
 
-from collections.abc import Callable
-
 import pytest
 from rich.console import Console, RenderableType
 
 from report_factory import A100, L40S, VALUE_BYTES, Work, make_graph, make_plan, make_work
-from tessera.errors import UnknownName
 from tessera.ir import verify
 from tessera.report import layer_picture
 from tessera.report.picture import Crossing, layer_of
@@ -142,13 +139,3 @@ def test_a_ping_pong_layer_stays_short(width: int) -> None:
 def test_picture_without_unicode() -> None:
     """On an ASCII terminal the picture is ASCII."""
     assert text_of(layer_picture(make_plan(), 0, 1), encoding="ascii").isascii()
-
-
-@pytest.mark.parametrize(
-    "make",
-    [lambda p: layer_picture(p, 2, 0), lambda p: layer_picture(p, 0, 2), lambda p: layer_picture(p, -1, 0)],
-)
-def test_unknown_lane_or_step_lists_the_known(make: Callable[..., RenderableType]) -> None:
-    """A lane or step that the plan lacks is answered with those it has."""
-    with pytest.raises(UnknownName, match="known: 0, 1"):
-        make(make_plan())
