@@ -458,7 +458,8 @@ def _not_reached(run: LoadRun) -> str | None:
     if not asked_s or sent_s <= MAX_SLOWER * asked_s + SLACK_S:
         return None
     num, most = len(run.outcomes), run.options.concurrency
-    return f"{num / sent_s:.3g} requests/s were sent, {num / asked_s:.3g} asked for: {most} were in flight"
+    asked = run.options.rate_per_s or num / asked_s
+    return f"{num / sent_s:.3g} requests/s were sent, {asked:.4g} asked for: {most} were in flight"
 
 
 def _latencies(answers: Sequence[Generation]) -> dict[str, float | None]:
