@@ -149,6 +149,15 @@ def test_other_options_of_vllm_are_answered(option: str, capsys: pytest.CaptureF
     assert INSTEAD[option].rstrip(".") in err
 
 
+def test_an_adapter_has_a_name_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One of two models of one name could not be asked."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    words = ["--devices", "cpu", "--port", "0", "--lora", f"tiny-llama={tmp_path}"]
+
+    code, _, said = call("serve", "tiny-llama", *words, capsys=capsys)
+    assert (2, True) == (code, "the model's own name 'tiny-llama'" in said)
+
+
 def test_near_names_are_suggested(capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in {
         ("serve", "m", "--prot", "1"): "unknown option '--prot'; did you mean --port?",
