@@ -74,6 +74,8 @@ def started(
 ) -> Iterator[RunningService]:
     """`hub` connects workers of other machines."""
     name = config.served_model_name or (Path(model).name if Path(model).is_dir() else model)
+    if any(text.startswith(f"{name}=") for text in config.lora or ()):
+        raise TesseraError(f"--lora has the model's own name {name!r}", "Give the adapter another one.")
     with ExitStack() as stack:
         if is_single_device(model):
             advance(f"building {model}")
@@ -110,8 +112,6 @@ def _planned(
 
     text = open_text(place_of(model), template_of(config.chat_template))  # first: it may be missing
     spec, plan = config.spec(cluster), load(ServicePlan, config.plan) if config.plan else None
-    if name in dict(spec.adapters):
-        raise TesseraError(f"--lora has the model's own name {name!r}", "Give the adapter another one.")
     kept = default_folder() if config.plan_cache else None
     prepared = prepare(model, cluster, spec, plan=plan, kept=kept, advance=advance)
     advance("starting workers")
