@@ -1,5 +1,6 @@
 """Compiled steps captured in processes of their own: the traces of this process; what is refused."""
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -7,6 +8,7 @@ from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -44,25 +46,41 @@ def steps_of(make: Make) -> tuple[ServedModel, list[Step]]:
     return model, [workload.step for workload in model.workloads]
 
 
-def test_traces_are_those_of_one_process(make: Make) -> None:
-    """In the order of the steps, with a line before each that says what is left."""
-    with closing(CompileProcess(make, PROPERTIES)) as process:
+def test_a_trace_is_that_of_one_process(make: Make) -> None:
+    """Compiled elsewhere from the same folder."""
+    with closing(CompileProcess(make, PROPERTIES, is_early=False)) as process:
         model, steps = steps_of(make)
-        process.begin(steps)
-        said: list[str] = []
-        traces = process.traces(steps, model.weights(), said.append)
+        process.begin(steps[-1:])
+        (trace,) = process.traces(steps[-1:], model.weights(), lambda what: None)
 
-    assert record_inductor_offline(model.workloads[-1]) == traces[-1]
-    assert steps == [trace.step for trace in traces]
-    assert [2, 8] == [step.context for step in steps]
-    assert "capturing 2 steps, left: 2, 8 tokens" == said[0]
-    assert 2 == len(said)
+    assert record_inductor_offline(model.workloads[-1]) == trace
     # Late inputs are read by nothing else, so that all before it is launched without them.
-    for trace in traces:
-        late = {b for b in trace.buffers_of(BufferKind.INPUT) if trace.buffers[b].name in LATE_INPUTS}
-        read = [{access.buffer for access in launch.accesses} for launch in trace.launches]
-        names = {trace.kernel_of(n).name for n, buffers in enumerate(read) if late & buffers}
-        assert {"tessera.choose.default"} == names
+    late = {b for b in trace.buffers_of(BufferKind.INPUT) if trace.buffers[b].name in LATE_INPUTS}
+    read = [{access.buffer for access in launch.accesses} for launch in trace.launches]
+    names = {trace.kernel_of(n).name for n, buffers in enumerate(read) if late & buffers}
+    assert {"tessera.choose.default"} == names
+
+
+def test_traces_come_in_the_order_of_the_steps(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From processes that are forked, with a line before each that says what is left."""
+    here, there = Pipe()
+    monkeypatch.setattr(compiling, "warm_up", lambda: None)
+    child = SimpleNamespace(pipe=here, end=lambda timeout_s: "")
+    monkeypatch.setattr(compiling, "LocalProcess", lambda *given: child)
+    steps, said = steps_of(make)[1], list[str]()
+    there.send(compiling.layouts({}))
+    children = compiling._fork([*steps, *steps], lambda step: (os.getpid(), step))  # type: ignore[arg-type,return-value]
+    compiling._pass_on(children, there)
+    with closing(CompileProcess(make, PROPERTIES)) as process:
+        found: list[Any] = list(process.traces([*steps, *steps], {}, said.append))
+    compiling._end(children)
+
+    assert [2, 8] == [step.context for step in steps]
+    assert [*steps, *steps] == [step for _, step in found]
+    assert os.getpid() not in {pid for pid, _ in found}
+    assert min(4, len(os.sched_getaffinity(0))) == len({pid for pid, _ in found})
+    assert "capturing 4 steps, left: 2, 8, 2, 8 tokens" == said[0]
+    assert 4 == len(said)
 
 
 @pytest.mark.parametrize(
