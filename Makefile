@@ -14,7 +14,7 @@ help: ## list the targets
 demo: $(READY) ## the gain on two different cards, the proof on a small model, and where it does not pay
 	$(BIN)/tessera demo
 
-# One process more than two cores: some tests wait.
+# More processes than two cores: some tests wait.
 test: $(READY) ## run every test that needs no GPU
 	$(BIN)/python -m pytest -n 4 --dist loadfile
 
