@@ -163,7 +163,8 @@ def multiplies_blocks(device: torch.device, dtype: torch.dtype) -> bool:
         return False
     one = torch.zeros(512, 512, device=device)
     try:
-        _float8_linear(one[:4].bfloat16(), one[:, :128].contiguous().view(torch.int32), one[:4, :4], None)
+        many = one[: MAX_OWN_ROWS + 1].bfloat16()
+        _float8_linear(many, one[:, :128].contiguous().view(torch.int32), one[:4, :4], None)
     except RuntimeError:
         return False
     return True

@@ -26,9 +26,10 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 # Stands for minus infinity, without its NaNs.
 _NEVER = tl.constexpr(-1.0e30)
 
-# Programs that keep a large card's memory busy; below half of it keys are split.
+# Programs that keep a large card's memory busy; below half of it keys are split, among so many programs and
+# into parts of at least so many; of wide heads.
 _BUSY = 512
-_SPLIT_KEYS = 256
+_SPLIT, _SPLIT_WIDE = (1024, 64), (512, 256)
 _FEW = 256
 _MAX_SPLITS = 64
 # Shared memory of a thread block since Ampere; bytes for sums and page numbers.
@@ -72,21 +73,23 @@ def tiles_for(
     keys = 64 >> (is_wide + is_double)
     is_long = tokens * group >= 4096 and not is_wide
     long_rows = 32 if is_double or is_latent else 128 if is_long else 64
-    # Few sequences leave the memory idle unless each prefetches far.
-    decode = Tile(rows, keys, 4, 5 if sequences * heads[1] <= _FEW else 3)
+    splits = _splits(sequences * heads[1], table, *(_SPLIT_WIDE if is_wide else _SPLIT))
+    # Few programs leave the memory idle unless each prefetches far; of parts, several fit beside one another.
+    stages = 5 if sequences * heads[1] <= _FEW else 3
+    decode = Tile(rows, keys, 4, 2 if splits > 1 and not is_wide else stages)
     warps = (8, 3, 128) if long_rows == 128 else (8 if is_latent else 4, 3)
     prefill = Tile(max(long_rows, rows), keys, *warps)
     return Tiles(
         _fitting(decode, width * item_bytes, shared_bytes),
         _fitting(prefill, width * item_bytes, shared_bytes),
-        _splits(sequences * heads[1], table),
+        splits,
     )
 
 
-def _splits(programs: int, table: int) -> int:
+def _splits(programs: int, table: int, most: int, keys: int) -> int:
     if 2 * programs >= _BUSY:
         return 1
-    wanted, worthwhile = -(-_BUSY // programs), max(table * PAGE // _SPLIT_KEYS, 1)
+    wanted, worthwhile = -(-most // programs), max(table * PAGE // keys, 1)
     return min(1 << (wanted - 1).bit_length(), 1 << (worthwhile.bit_length() - 1), _MAX_SPLITS)
 
 

@@ -36,8 +36,8 @@ CAPACITY = 32_768
 MIN_ROWS, MAX_ROWS = 8, 256
 # Ratio of step sizes; smallest on a CPU, where padding costs as much as tokens.
 RATIO, MIN_SIZE = 4, 8
-# Smallest size with packed weights, whose products cost more for more rows, on any device.
-PACKED_SIZE = 16
+# Smallest size and ratio with packed weights on a GPU: their products cost more for more rows.
+PACKED_SIZE, PACKED_RATIO = 16, 2
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,10 @@ def served(
     smallest = smallest_step(place, spec)
     first = build(smallest)
     config: Any = getattr(first.module, "config", None)
-    if any(isinstance(weight, PackedWeight) for weight in first.module.parameters()):
-        min_size = min(min_size, PACKED_SIZE)
+    is_packed = any(isinstance(weight, PackedWeight) for weight in first.module.parameters())
+    ratio = RATIO
+    if is_packed and min_size > PACKED_SIZE:
+        min_size, ratio = PACKED_SIZE, PACKED_RATIO
     sees = _sees(config, model)
     config = config.get_text_config()
     found = layout_of(first.module)
@@ -108,7 +110,7 @@ def served(
     most_tokens = 1 if gathers else spec.max_batch_tokens or MAX_BATCH_TOKENS
     rows = spec.rows or _rows(first, spec, _room(first, room_bytes) / microbatches, windows, most_tokens)
     size = _length(model, capacity, max_positions(first.module))
-    sizes = sizes_of(rows, most_tokens, min_size)
+    sizes = sizes_of(rows, most_tokens, min_size, ratio)
     if pool_tokens is None:
         pool_bytes = modest_bytes(microbatches) if pool_bytes is None else pool_bytes
         each, fixed = _bytes_of_state(first, rows)
@@ -168,15 +170,17 @@ def _length(model: str, asked: int | None, positions: int | None) -> int:
     return asked or positions or CAPACITY
 
 
-def sizes_of(rows: int, max_batch_tokens: int, min_size: int = MIN_SIZE) -> tuple[int, ...]:
-    """Ascending: up to `rows`, and larger ones where prompts are chunked.
+def sizes_of(
+    rows: int, max_batch_tokens: int, min_size: int = MIN_SIZE, ratio: int = RATIO
+) -> tuple[int, ...]:
+    """Ascending: up to `rows`, by `ratio`, and larger ones where prompts are chunked.
 
     Except the largest of both groups, sizes are at least `min_size` and 2 * `min_size`. With a minimum of one
     there is a step for a single token: padding would choose experts of its own.
     """
     sizes = [rows]
-    while sizes[0] // RATIO >= min_size:
-        sizes.insert(0, _power(sizes[0] // RATIO))
+    while sizes[0] // ratio >= min_size:
+        sizes.insert(0, _power(sizes[0] // ratio))
     if min_size == 1 and len(sizes) > 1:
         sizes[0] = 1
     larger: list[int] = []

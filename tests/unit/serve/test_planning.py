@@ -120,6 +120,7 @@ def test_small_sizes_are_not_worth_their_capture_everywhere() -> None:
     assert sizes_of(128, 2048, min_size=64) == (128, 512, 2048)
     assert sizes_of(8, 32, min_size=1) == (1, 8, 32)
     assert sizes_of(256, 2048, min_size=64) == (64, 256, 512, 2048)
+    assert sizes_of(128, 2048, min_size=16, ratio=2) == (16, 32, 64, 128, 512, 2048)
 
 
 def test_what_cannot_be_served_is_refused_in_one_line() -> None:
