@@ -1,4 +1,4 @@
-"""PlannerProcess: a `ServicePlanner` in processes of low priority, so that planning delays no client.
+"""PlannerProcess: a `ServicePlanner` in a process of low priority for each job: planning delays no client.
 
 The planner is pickled once. Graphs, costs and plans that both sides have are named by their number instead of
 being sent: the engine's thread would wait while they are read.
@@ -37,48 +37,40 @@ class PlannerProcess:
         self._planner = pickle.dumps(replace(planner))  # without what it has worked out
         self._lock = threading.Lock()
         self._processes: set[LocalProcess] = set()
-        self._idle: list[LocalProcess] = []
         self._is_closed = False
 
     def close(self) -> None:
-        """Ends all processes, also those that run a job."""
+        """Ends all processes."""
         with self._lock:
             self._is_closed = True
-            processes, self._processes, self._idle = list(self._processes), set(), []
+            processes = list(self._processes)
         for process in processes:
             process.end(0.0)
 
     def replan(self, policies: Policies, change: Change) -> Replanned[ServicePlan]:
         job = dumps((policies, change), self._shared)
-        process = self._taken()
+        with self._lock:
+            if self._is_closed:
+                raise TesseraError("the service is stopping")
+            process = LocalProcess(work, (), "tessera-planner", FORKSERVER)
+            self._processes.add(process)
         try:
+            process.pipe.send_bytes(self._planner)
             process.pipe.send_bytes(job)
             if not process.pipe.poll(LIMIT_S):
                 raise EOFError(f"it took more than {LIMIT_S:g} s")
             answer = process.pipe.recv_bytes()
         except (OSError, EOFError) as error:
+            how = str(error) or process.end(0.0)
+            raise TesseraError(f"the planning process ended early ({how})") from error
+        finally:
+            process.end(0.0)
             with self._lock:
                 self._processes.discard(process)
-            how = process.end(0.0)
-            raise TesseraError(f"the planning process ended early ({str(error) or how})") from error
-        with self._lock:
-            self._idle.append(process)
         result: Replanned[ServicePlan] | TesseraError = loads(answer, (*self._shared, *plans_of(policies)))
         if isinstance(result, TesseraError):
             raise result
         return result
-
-    def _taken(self) -> LocalProcess:
-        with self._lock:
-            if self._is_closed:
-                raise TesseraError("the service is stopping")
-            if self._idle:
-                return self._idle.pop()
-            process = LocalProcess(work, (), "tessera-planner", FORKSERVER)
-            self._processes.add(process)
-        with suppress(OSError):  # the job finds out
-            process.pipe.send_bytes(self._planner)
-        return process
 
 
 def work(pipe: "Connection") -> None:
@@ -89,13 +81,12 @@ def work(pipe: "Connection") -> None:
             with suppress(OSError):
                 os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         shared = shared_parts(planner)
-        while True:
-            policies, change = loads(pipe.recv_bytes(), shared)
-            try:
-                result = planner.replan(policies, change)
-            except TesseraError as error:
-                result = error
-            pipe.send_bytes(dumps(result, (*shared, *plans_of(policies))))
+        policies, change = loads(pipe.recv_bytes(), shared)
+        try:
+            result = planner.replan(policies, change)
+        except TesseraError as error:
+            result = error
+        pipe.send_bytes(dumps(result, (*shared, *plans_of(policies))))
 
 
 def shared_parts(planner: "ServicePlanner") -> tuple[object, ...]:
