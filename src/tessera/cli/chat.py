@@ -21,8 +21,6 @@ from tessera.cli.serve import answering
 from tessera.cli.serve_options import DevicesOption, LinkOption, MaxModelLen, ServeConfig
 from tessera.errors import LoadError, TesseraError
 
-# Without a byte.
-TIMEOUT_S = 600.0
 HELP = "Type a message, or: /reset for a new conversation, /exit to end."
 PROMPT = "> "
 
@@ -31,6 +29,8 @@ PROMPT = "> "
 class ApiClient:
     url: str
     key: str = ""
+    # Without a byte.
+    timeout_s: float | None = 600.0
 
     def open(self, path: str, body: object = None) -> Any:
         """Raises HTTPError, or LoadError if the server cannot be reached."""
@@ -40,7 +40,7 @@ class ApiClient:
         raw = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url.rstrip("/").removesuffix("/v1") + path, raw, headers)
         try:
-            return urllib.request.urlopen(request, timeout=TIMEOUT_S)
+            return urllib.request.urlopen(request, timeout=self.timeout_s)
         except urllib.error.HTTPError:
             raise
         except (OSError, ValueError) as error:
@@ -88,7 +88,7 @@ def client_of(model: str, config: ServeConfig) -> Iterator[ApiClient]:
     """The model is served meanwhile."""
     key = secrets.token_hex(16)
     with answering(model, replace(config, port=0, api_key=[key])) as (url, _):
-        yield ApiClient(url, key)
+        yield ApiClient(url, key, None)
 
 
 @dataclass(frozen=True)

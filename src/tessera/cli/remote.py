@@ -23,7 +23,6 @@ from tessera.ir import Device, Plan, digest
 
 if TYPE_CHECKING:
     from tessera.execute.hub import Hub
-    from tessera.execute.rendezvous import Rendezvous as EngineRendezvous
     from tessera.execute.worker_stepper import MakeHub
     from tessera.serve.joining import ModelHere
 
@@ -94,23 +93,18 @@ class Meeting:
     def hub_of(self, names: Sequence[str], digest: str = "") -> "Iterator[partial[Hub]]":
         """`digest` names the plans that workers may have."""
         from tessera.execute.hub import Hub
+        from tessera.execute.rendezvous import Rendezvous as EngineRendezvous
 
         if self.world not in (None, len(names)):
             message = f"torchrun started {self.world} processes for {len(names)} devices"
             raise MismatchError(message, "Start one process per device.", "--torchrun")
-        listening = self.listen()
+        listening = EngineRendezvous(self.host, self.port, self.secret, _complain)
         try:
+            if self.store is not None:
+                self.store.set(ADDRESS_KEY, str(listening.port))
             yield partial(Hub, names, rendezvous=listening, here=frozenset({0}), digest=digest)
         finally:
             listening.close()
-
-    def listen(self) -> "EngineRendezvous":
-        from tessera.execute.rendezvous import Rendezvous as EngineRendezvous
-
-        listening = EngineRendezvous(self.host, self.port, self.secret, _complain)
-        if self.store is not None:
-            self.store.set(ADDRESS_KEY, str(listening.port))
-        return listening
 
     def address(self) -> tuple[str, int]:
         port = self.port if self.store is None else int(self.store.get(ADDRESS_KEY))
