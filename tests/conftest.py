@@ -135,9 +135,10 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(specs: list[Any]) -> None:
     """Libraries are imported once for all processes."""
-    if sys.platform == "linux":
-        python = forked.command(len(specs))
-        for spec in specs:
+    plain = [spec for spec in specs if spec.popen and not spec.python]
+    if sys.platform == "linux" and plain:
+        python = forked.command(len(plain))
+        for spec in plain:
             spec.python = python
 
 
