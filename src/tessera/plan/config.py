@@ -89,9 +89,6 @@ class SearchConfig:
     # Gaps: optimal; far enough for the widest frontier at once.
     met: float = 1e-4
     far: float = 0.02
-    # Counts, not seconds: plans are reproducible.
-    timed_launches: int = 400_000
-    min_trials: int = 8
 
     # (warm-up, measured) requests; None: the simulator's own.
     long_window: tuple[float, float] | None = None

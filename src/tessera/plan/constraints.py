@@ -91,18 +91,6 @@ def check_constraints(unit: ir.WorkUnit, constraints: tuple[Constraint, ...]) ->
             raise TesseraError(message, remedy, str(constraint))
 
 
-def restricted_constraints(
-    constraints: tuple[Constraint, ...], names: tuple[str, ...], kept: tuple[str, ...]
-) -> tuple[Constraint, ...]:
-    found = []
-    for constraint in constraints:
-        chosen = _devices(constraint, names)
-        left = tuple(n for n, is_chosen in zip(names, chosen, strict=True) if is_chosen and n in kept)
-        if left:
-            found.append(Constraint(constraint.pattern, left, constraint.is_pin))
-    return tuple(found)
-
-
 def _devices(constraint: Constraint, names: tuple[str, ...]) -> Bools:
     chosen = np.zeros(len(names), dtype=np.bool_)
     for word in constraint.devices:

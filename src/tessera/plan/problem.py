@@ -22,7 +22,7 @@ import numpy as np
 from tessera import ir
 from tessera.plan import arrays
 from tessera.plan.arrays import Bools, Floats, Holdings, Ints, Labels, Temporaries, Values
-from tessera.plan.constraints import Constraint, allowed, layers_of, restricted_constraints
+from tessera.plan.constraints import Constraint, allowed, layers_of
 
 MESSAGE_US = 1.0
 
@@ -195,10 +195,6 @@ class Problem:
         )
         return np.asarray(fixed + held - self.memory_bytes)
 
-    def footprint(self, columns: Iterable[Column]) -> tuple[Floats, Floats]:
-        fixed, each = self.footprints(columns)
-        return fixed, np.asarray(each.max(axis=0))
-
     def footprints(self, columns: Iterable[Column]) -> tuple[Floats, Floats]:
         """(weights per device, [column, device] per request)."""
         num = self.num_devices
@@ -350,7 +346,6 @@ def restricted(problem: Problem, devices: Sequence[int]) -> Problem | None:
         us_per_byte=problem.us_per_byte[np.ix_(at, at)],
         latency_us=problem.latency_us[np.ix_(at, at)],
         memory_bytes=problem.memory_bytes[at],
-        constraints=restricted_constraints(problem.constraints, problem.cluster.names, cluster.names),
         allowed=places,
     )
 

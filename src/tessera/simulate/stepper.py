@@ -95,19 +95,16 @@ class _VirtualMove:
 
 
 class VirtualStepper:
-    """`outputs` makes step outputs where they are read."""
-
     def __init__(
         self,
         plans: Sequence[Plan],
         truth: Truth | None = None,
         faults: Faults = NO_FAULTS,
-        outputs: Callable[[stepper.StepCall], stepper.Tensors] | None = None,
         host_us: float = 0.0,
     ) -> None:
         """`host_us`: the host settles a step and orders the next, one after another."""
         self.plans, self.lanes = tuple(plans), Lanes(plans)
-        self._truth, self._faults, self._outputs = truth or Truth(plans[0]), faults, outputs
+        self._truth, self._faults = truth or Truth(plans[0]), faults
         self._names = self._truth.cluster.names
         self._host_us, self._host_free_us = host_us, 0.0
         self._scripts: dict[tuple[int, ...], Scripts] = {}
@@ -263,13 +260,12 @@ class VirtualStepper:
                 name: us * scale * 1e-6 for name, us in zip(self._names, script.device_us, strict=True) if us
             }
             self._busy_s[work] = busy_s
-        outputs = self._outputs(call) if self._outputs is not None else {}
         seconds = (self.machine.now_us - here.since_us) * 1e-6
         here.is_running = False
         if here.queued is not None:
             queued, here.queued = here.queued, None
             self._begin_at(here.ordered_us, here, queued)
-        return stepper.StepDone(microbatch, call.step, outputs, seconds, busy_s=busy_s)
+        return stepper.StepDone(microbatch, call.step, {}, seconds, busy_s=busy_s)
 
     def _works_of(self, here: _Open, call: stepper.StepCall) -> tuple[Work, ...]:
         last = here.call

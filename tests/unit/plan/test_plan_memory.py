@@ -89,7 +89,7 @@ def test_no_placement_needs_more_than_everything_on_one_device(seed: int) -> Non
     rng = np.random.default_rng(seed)
     for _ in range(20):
         column = problem.column(rng.integers(0, 2, problem.num_nodes))
-        _, per_microbatch = problem.footprint((column,))
+        _, (per_microbatch,) = problem.footprints((column,))
         states = problem.states.bytes_on(column.labels, 2)
 
         assert (per_microbatch - states <= problem.most_temporary_bytes).all()

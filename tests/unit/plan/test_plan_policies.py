@@ -208,7 +208,7 @@ def test_a_faster_placement_with_fewer_requests_in_flight_does_not_hide_one_that
     case = layered_case(8)
     free = build(*case)
     column = mixes_of(Task(free, 4), "layer-pipeline")[0].columns[0]
-    weights, each = free.footprint((column,))
+    weights, (each,) = free.footprints((column,))
     # The balanced cut holds three; a cut nearer the roomy card holds four.
     memory = [int((weights + 3.5 * each)[0]), 1 << 40]
     problem = build(*layered_case(8, memory=memory))

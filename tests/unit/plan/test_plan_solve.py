@@ -262,7 +262,7 @@ def test_planning_imports_no_torch() -> None:
 def test_data_parallel_uses_fewer_microbatches_where_memory_is_short() -> None:
     """A card with room for two requests takes part with two in flight, and its rate counts in full."""
     problem = build(*layered_case(4))
-    weights, microbatch = problem.footprint([problem.column(np.ones(problem.num_nodes, dtype=np.int64))])
+    weights, (microbatch,) = problem.footprints([problem.column(np.ones(problem.num_nodes, dtype=np.int64))])
     case = layered_case(4, memory=[64 * 2**30, int(weights[1] + 2.5 * microbatch[1])])
     rates = SteadyRates()
     config = replace(THROUGHPUT, policy="data-parallel")

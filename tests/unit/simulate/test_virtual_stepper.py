@@ -110,17 +110,6 @@ def test_state_moves_before_the_step_that_wants_it_elsewhere() -> None:
     assert [10.0, 10.0 + size / 1e3 + 1.0, 10.0, 10.0] == pytest.approx(took)
 
 
-def test_outputs_are_what_somebody_makes_of_a_call() -> None:
-    """Nothing is computed, but who looks at outputs finds some."""
-    stepper = VirtualStepper([alone_plan()], outputs=lambda call: {"next_tokens": call.microbatch})
-    stepper.open(3, 0)
-    stepper.start(StepCall(3, 0))
-    done = stepper.take(None)
-
-    assert isinstance(done, StepDone)
-    assert {"next_tokens": 3} == done.outputs
-
-
 class _Noted(ModelledRows):
     """Rows that write down what they run and who leaves, with inputs where steps are really computed."""
 

@@ -4,7 +4,7 @@ Clock: devices run launches in trace order, one at a time; a value arrives laten
 its producer; links do not queue. State that moves between steps costs one latency and its bytes per link.
 
 Each step is placed by a Pareto front (`frontier`), which also proves a bound. Steps are joined with free,
-priced or expensive state moves; local search improves the best. The bound sums the steps' bounds and the
+priced or expensive state moves. The bound sums the steps' bounds and the
 minimum cost of moving state; it ignores memory and other launch orders.
 
 State in the bound: a request waits for at least one of the links that move state into a step, here the one
@@ -13,10 +13,9 @@ other step pays for moving to or from g's home h in the longer step, and the lon
 overcharge if it chooses another home. The sum of the steps' minima with these costs is a lower bound.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 
@@ -105,9 +104,6 @@ def solve(problem: Problem, extra: Sequence[Column], allowed: Allowed, config: S
     clock = RequestTimer(problem)
     known = [*_alone(problem), *(c.labels for c in extra)]
     best, best_us, bound = _by_frontiers(problem, clock, known, allowed, config)
-    if bound * (1 + config.met) < best_us < np.inf:
-        trials = max(config.min_trials, config.timed_launches // problem.unit.num_launches)
-        best, best_us = _search(problem, clock, best, best_us, allowed, trials)
     return Fastest(best, best_us, min(bound, best_us))
 
 
@@ -175,39 +171,6 @@ def _fastest(clock: RequestTimer, among: Sequence[Labels], allowed: Allowed) -> 
 
 def _alone(problem: Problem) -> list[Labels]:
     return [problem.alone(device).labels for device in range(problem.num_devices)]
-
-
-def _search(
-    problem: Problem, clock: RequestTimer, labels: Labels, us: float, allowed: Allowed, trials: int
-) -> tuple[Labels, float]:
-    improved = True
-    while improved and trials > 0:
-        improved = False
-        for moved in _moves(problem, labels):
-            trials -= 1
-            if trials < 0:
-                break
-            is_usable = problem.is_allowed(moved) and allowed(moved)
-            moved_us = clock.makespan_us(moved) if is_usable else np.inf
-            if moved_us < us * (1 - 1e-9):
-                labels, us, improved = moved, moved_us, True
-                break
-    return labels, us
-
-
-def _moves(problem: Problem, labels: Labels) -> Iterator[Labels]:
-    """Runs of neighbouring nodes, their ends, and nodes that send or receive."""
-    cuts = [0, *(np.flatnonzero(np.diff(labels)) + 1).tolist(), len(labels)]
-    spans = [(a, b) for a, b in pairwise(cuts) if b - a < len(labels)]
-    ends = [(x, x + 1) for a, b in spans if b - a > 1 for x in (a, b - 1)]
-    # Another device may overlap heavy nodes.
-    heavy = np.argsort(-problem.load_us.max(axis=1), kind="stable").tolist()
-    for start, stop in (*spans, *ends, *((x, x + 1) for x in heavy)):
-        for device in range(problem.num_devices):
-            if device != labels[start]:
-                moved = labels.copy()
-                moved[start:stop] = device
-                yield moved
 
 
 @dataclass(frozen=True, slots=True, eq=False)

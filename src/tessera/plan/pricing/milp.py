@@ -166,7 +166,7 @@ def _loads(
 
 def shortage(problem: Problem, found: Column, least_bytes: float) -> PlanInfeasible:
     """`found` lacks least; `least_bytes` is proved."""
-    weights, per_microbatch = problem.footprint((found,))
+    weights, (per_microbatch,) = problem.footprints((found,))
     excess = problem.excess_bytes((found,), 1)
     worst = int(excess.argmax())
     lacking = max(float(excess[worst]), least_bytes)

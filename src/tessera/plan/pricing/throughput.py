@@ -93,8 +93,8 @@ class Pool:
         return bool(new)
 
     def held(self, columns: Iterable[Column], microbatches: Floats) -> Floats:
-        each = (self.problem.footprint((column,)) for column in columns)
-        return np.array([weights + microbatches * request for weights, request in each])
+        each = (self.problem.footprints((column,)) for column in columns)
+        return np.array([weights + microbatches * request[0] for weights, request in each])
 
     def fits(self, columns: Iterable[Column], microbatches: int | Sequence[int]) -> bool:
         """Checked only where a replica does not fit everywhere."""
@@ -151,14 +151,12 @@ class Pool:
         return column
 
 
-def seed(pool: Pool, mixes: Iterable[Mix]) -> None:
+def seed(pool: Pool) -> None:
     """A refusal may take long to prove."""
     from tessera.plan.pricing import milp  # slow to import
 
     if pool.is_seeded:
         return
-    for mix in mixes:
-        pool.add(*mix.columns)
     pool.is_seeded = True
     if pool.columns and not pool.is_tight:
         return

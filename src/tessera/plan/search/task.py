@@ -61,8 +61,8 @@ class Task:
         return throughput.generate(self.pool)
 
     def seed(self) -> None:
-        if not self.pool.is_seeded:
-            throughput.seed(self.pool, self.coarse_mixes)
+        _ = self.coarse  # its columns are in the pool
+        throughput.seed(self.pool)
 
     def figure(self, mix: Mix, rate_per_s: float) -> float:
         return objectives.figure(self.problem, self.objective, mix, rate_per_s)
