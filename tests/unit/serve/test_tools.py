@@ -54,6 +54,8 @@ WEATHER = ("weather", '{"city": "Ulm", "days": 2}')
         ("[]", "[]", []),
         ('{"name": ["weather"]}', '{"name": ["weather"]}', []),
         ("{broken", "{broken", []),
+        (f'[{CALL}, {{"name": "ad', "", [WEATHER]),
+        (f"[{CALL}] and more", f"[{CALL}] and more", []),
         (f"<tool_call>\n{CALL}\n</tool_call>", "", [WEATHER]),
         (f"I look.\n<tool_call>{CALL}</tool_call>", "I look.\n", [WEATHER]),
         (f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>\n", "", [WEATHER, WEATHER]),

@@ -43,9 +43,8 @@ class CalledTool(msgspec.Struct):
         return msgspec.json.decode(raw, type=str) if raw.startswith(b'"') else raw.decode()
 
 
-CALLED: msgspec.json.Decoder[list[CalledTool] | CalledTool] = msgspec.json.Decoder(
-    list[CalledTool] | CalledTool
-)
+CALLED = msgspec.json.Decoder(CalledTool)
+SCANNER = json.JSONDecoder()
 
 
 def answer_form(schema: Mapping[str, Any]) -> str:
@@ -111,11 +110,7 @@ class FoundCalls:
         return [] if self.num_calls and not inside else calls or _text(held)
 
     def _calls(self, text: str) -> list[OutputPart]:
-        try:
-            found = CALLED.decode(text.encode(errors="replace"))
-        except (msgspec.DecodeError, RecursionError):
-            return []
-        calls = found if isinstance(found, list) else [found]
+        calls = _called(text.strip())
         if not 0 < len(calls) <= MAX_CALLS or not all(call.name in self._names for call in calls):
             return []
         parts: list[OutputPart] = []
@@ -123,6 +118,25 @@ class FoundCalls:
             parts += (OutputPart("", number, call.name), OutputPart(call.text, number))
         self.num_calls += len(calls)
         return parts
+
+
+def _called(text: str) -> list[CalledTool]:
+    """Calls of an object or a list; of a list that was cut short, the complete ones."""
+    calls, at = list[CalledTool](), 1
+    try:
+        if not text.startswith("["):
+            return [CALLED.decode(text)]
+        while True:
+            at = len(text) - len(text[at:].lstrip(", \n\r\t"))
+            if text[at:].startswith("]"):
+                return calls if at + 1 == len(text) else []
+            end = SCANNER.raw_decode(text, at)[1]
+            calls.append(CALLED.decode(text[at:end]))
+            at = end
+    except json.JSONDecodeError:
+        return calls
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        return []
 
 
 def _text(text: str) -> list[OutputPart]:
