@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tessera.capture import Workload
+from tessera.capture.models.paged import layout_of
 from tessera.kernels import PAGE, of_group
 
 
@@ -15,6 +16,7 @@ class Mixer:
 
     def __init__(self, workload: Workload, seed: int = 0) -> None:
         self._workload, self._step = workload, workload.step
+        self._is_flat = layout_of(workload.module).is_packed
         self._windows = self._step.windows or (0,)
         self._random = random.Random(seed)
         self._free = list(range(1, self._step.reserve // PAGE))
@@ -46,10 +48,15 @@ class Mixer:
         """One step; the tokens that it chose, by row."""
         counts = self._choose(live)
         inputs = {name: tensor.clone() for name, tensor in self._blank.items()}
+        if not self._is_flat:
+            inputs["fresh"].fill_(True)
+            inputs["query_starts"].copy_(torch.arange(self._step.batch + 1))
         at = entry = 0
         places = {}
-        for place, (row, count) in enumerate(counts.items()):
+        for number, (row, count) in enumerate(counts.items()):
             sequence = live[row]
+            place = number if self._is_flat else row
+            at = at if self._is_flat else row
             positions = torch.arange(sequence.read, sequence.read + count)
             here = slice(at, at + count)
             inputs["tokens"][here] = torch.tensor(sequence.tokens)[positions]
@@ -68,9 +75,12 @@ class Mixer:
                 inputs[of_group("page_starts", group)][place] = entry - behind
                 entry += len(held) - behind
             inputs["lengths"][place] = sequence.read + count
-            inputs["query_starts"][place + 1 :] = at + count
-            if "rows" in inputs:
-                inputs["rows"][place] = row if sequence.read else -1 - row
+            if self._is_flat:
+                inputs["query_starts"][place + 1 :] = at + count
+                if "rows" in inputs:
+                    inputs["rows"][place] = row if sequence.read else -1 - row
+            else:
+                inputs["fresh"][row] = sequence.read == 0
             self._add_pictures(inputs, here)
             places[row] = place
             at += count
@@ -84,7 +94,7 @@ class Mixer:
 
     def _choose(self, live: dict[int, "_Sequence"]) -> dict[int, int]:
         """How many tokens of each sequence are read: some of some, or one of each."""
-        if self._step.context == self._step.batch:
+        if not self._is_flat or self._step.context == self._step.batch:
             return dict.fromkeys(sorted(live), 1)
         rows = self._random.sample(sorted(live), self._random.randint(1, len(live)))
         left, counts = self._step.context, {}

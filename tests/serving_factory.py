@@ -240,7 +240,9 @@ class ToyStepper:
         return self._queues
 
     def start(self, call: StepCall) -> None:
-        """One step a microbatch runs, and one at most waits behind it."""
+        """One step a microbatch runs, and one at most waits behind it; none while its rows move."""
+        rows = [move for move in self._moves if move.rows is not None and not self.shape.is_flat]
+        assert not any(call.microbatch in (move.source, move.destination) for move in rows)
         space = self._spaces[call.microbatch]
         assert len(space.steps) <= self._queues
         inputs = {name: tensor.clone() for name, tensor in call.inputs.items()}
@@ -262,6 +264,8 @@ class ToyStepper:
         assert 0 not in (*move.from_pages, *move.to_pages)
         ends = (self._spaces[move.source], self._spaces[move.destination])
         assert ends[0].pages is not ends[1].pages or not move.from_pages
+        is_beside = move.rows is None or self.shape.is_flat
+        assert is_beside or not any(space.steps for space in ends), "steps write all rows"
         self._moves.append(move)
         self.moves.append(move)
 
@@ -312,11 +316,14 @@ class ToyStepper:
                 self.lose(device, loss)
             return self._events.popleft()
         space.steps.popleft()
+        read = self._flat if self.shape.is_flat else self._by_row
         tables = {name: call.inputs[name] for name in INPUTS}
         inputs = {n: t.tolist() for n, t in call.inputs.items() if n not in INPUTS}
         inputs["tokens"] = [x if x >= 0 else space.newest[-1 - x] for x in inputs["tokens"]]
-        logits = self._read(space, self.shape.sizes[call.step], inputs)
-        last = [inputs["tokens"][max(0, end - 1)] for end in inputs["query_starts"][1:]]
+        logits = read(space, self.shape.sizes[call.step], inputs)
+        last = inputs["tokens"]
+        if self.shape.is_flat:
+            last = [last[max(0, end - 1)] for end in inputs["query_starts"][1:]]
         tokens, logprobs, top = choose(logits, torch.tensor(last), tables)
         space.newest = tokens.clamp_min(0).tolist()
         outputs = {"logits": logits, "next_tokens": tokens, "logprobs": logprobs, "top_tokens": top}
@@ -339,7 +346,7 @@ class ToyStepper:
             DeviceLost(device, gone, "it was told to", loss.failures, loss.retry_s, loss.is_certain)
         )
 
-    def _read(self, space: Space, size: int, inputs: dict[str, list[int]]) -> torch.Tensor:
+    def _flat(self, space: Space, size: int, inputs: dict[str, list[int]]) -> torch.Tensor:
         rows, starts = min(size, self.shape.rows), inputs["query_starts"]
         assert [size, size, rows] == [len(inputs[name]) for name in ("tokens", "positions", "lengths")]
         assert self.shape.num_page_entries >= len(inputs["pages"])
@@ -383,6 +390,19 @@ class ToyStepper:
         number = -1 - row if row < 0 else row
         space.rows[number] = [*([] if row < 0 else space.rows[number]), *new]
         return space.rows[number]
+
+    def _by_row(self, space: Space, size: int, inputs: dict[str, list[int]]) -> torch.Tensor:
+        logits = torch.zeros(size, VOCAB)
+        for row in range(size):
+            assert inputs["query_starts"][row] == row
+            if inputs["fresh"][row]:
+                space.rows[row] = []
+            if inputs["lengths"][row]:
+                read = space.rows[row]
+                assert inputs["positions"][row] == len(read) == inputs["lengths"][row] - 1
+                read.append(inputs["tokens"][row])
+                logits[row] = toy_logits(read)
+        return logits
 
     def wake(self) -> None:
         """From any thread."""

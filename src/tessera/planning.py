@@ -3,6 +3,8 @@
 The served step, some tokens of some sequences over pages, is recorded without weights at a few sizes
 (`ANCHORS`) and interpolated at others: everything is linear in tokens, sequences, pages and expected length.
 Anchors do not depend on the load, so outlines serve every load. One more recording checks linearity.
+
+Not handled: models that read one token of each sequence a step.
 """
 
 from collections.abc import Callable, Mapping, Sequence

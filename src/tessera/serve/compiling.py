@@ -93,7 +93,7 @@ def work(pipe: Connection, make: "Make", card: SimpleNamespace, is_early: bool) 
             def record(step: Step) -> Trace:
                 return record_inductor_offline(another(model.workloads[-1], step), card)
 
-            begun = [w.step for w in model.workloads] if is_early else []
+            begun = [w.step for w in model.workloads] if is_early and model.shape.is_flat else []
             children = _fork(begun, record)
             steps: list[Step] = pipe.recv()
             pipe.send(layouts(model.weights()))

@@ -108,9 +108,10 @@ class GpuBackend:
         while self.processes:
             with closing(self.processes.pop()) as process:
                 try:
-                    process.begin(steps)
-                    _initialise(model)
-                    return process.traces(steps, model.weights(), advance)
+                    if model.shape.is_flat:
+                        process.begin(steps)
+                        _initialise(model)
+                        return process.traces(steps, model.weights(), advance)
                 except CaptureError as error:
                     advance(f"capturing steps on the GPU ({error.message})")
         traces = []

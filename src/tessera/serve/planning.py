@@ -283,7 +283,10 @@ def prepare(
 
     def build() -> "ServedModel":
         advance(f"building {model}")
-        return backend.build(model, spec)
+        built = backend.build(model, spec)
+        if built.reason:
+            advance(f"{model} reads one token of each sequence a step, in prompts too: {built.reason}")
+        return built
 
     # A given plan stays while its devices do.
     following = spec if plan is None else replace(spec, policies=())

@@ -45,6 +45,8 @@ class Shape:
     # Positions of a microbatch's pages, with the unused page 0.
     pool_tokens: int
     vocab_size: int
+    # False if every step has one token of each sequence, in the sequence's row.
+    is_flat: bool = True
     # True if recurrent layers keep a state by row.
     has_rows: bool = False
     # By group of layers, the token itself included; 0: none.
@@ -52,12 +54,12 @@ class Shape:
 
     def of_group(self, group: Group) -> "Shape":
         sizes = (group.microbatches, group.sequences, self.capacity, group.sizes, group.pool_tokens)
-        return Shape(*sizes, self.vocab_size, self.has_rows, self.windows)
+        return Shape(*sizes, self.vocab_size, self.is_flat, self.has_rows, self.windows)
 
     @property
     def is_paged(self) -> bool:
         """True if sequences can share and move all their state."""
-        return not self.has_rows
+        return self.is_flat and not self.has_rows
 
     @property
     def part_sizes(self) -> tuple[int, ...]:

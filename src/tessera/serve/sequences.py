@@ -8,7 +8,9 @@ A sequence begins when there are pages (`pages`) for all its tokens. When pages 
 elsewhere (`evict`) or is preempted; it needs more pages than it gave back, so it begins again only after
 another has ended.
 
-Where recurrent layers keep a state by row (`has_rows`), a sequence keeps its row and shares no pages.
+Where recurrent layers keep a state by row (`has_rows`), a sequence keeps its row and shares no pages. Where
+tokens cannot be packed (`is_flat` is False), a step overwrites rows without a token: a sequence that cannot
+take part is preempted, or the step waits.
 
 While a step runs, the next one can be planned (`can_look_ahead`): an unknown token is named by its row in the
 running step's outputs. An answer that has ended has read one token too many, which is dropped. Masks of
@@ -71,7 +73,7 @@ class SequenceBatch:
         self._counts, self._sight, self._on_masks, self._evict = counts, sight, on_masks, evict
         self._can_give = can_give
         # Whether a sequence may read a token again.
-        self._can_repeat, self._step_s = not shape.has_rows, 0.0
+        self._can_repeat, self._step_s = shape.is_flat and not shape.has_rows, 0.0
         self._evicted: set[SeatedSequence] = set()
         self._is_caching = is_caching and shape.is_paged
         self._is_shared = pool is not None
@@ -261,7 +263,7 @@ class SequenceBatch:
                     self._pass_by(sequence)
         if self._guides:
             waiting = (guide for request, guide in self._guides.items() if not self._is_running(request))
-            prepare_masks(waiting, self._on_masks, PATIENCE_S)
+            prepare_masks(waiting, self._on_masks, PATIENCE_S if self._shape.is_flat else None)
         planned = self._plan()
         if not planned:  # empty, or all wait for a picture or a running step
             return self._look()
@@ -281,7 +283,7 @@ class SequenceBatch:
             sequence.num_running += 1
             if is_due:
                 sequence.num_due += 1
-                sequence.ahead = number
+                sequence.ahead = number if self._shape.is_flat else sequence.row
         self._has_read = True
         call = self._steps.call(self.number, self._steps.number[size], inputs, skips)
         return replace(call, is_open=True) if is_open else call
@@ -325,7 +327,7 @@ class SequenceBatch:
                 sequence.unanswered -= 1
                 self.num_unanswered -= 1
             if is_due or request.wants_prompt:
-                looked_at.append((number, request))
+                looked_at.append((number if self._shape.is_flat else sequence.row, request))
         left = self._settle(self, done, looked_at)
         for request in left:
             self.leave(request)
@@ -390,6 +392,8 @@ class SequenceBatch:
             if count and ((end <= sequence.room and sequence.is_begun) or self._grow(sequence, end)):
                 planned.append(Part(sequence, count, count == left))
                 budget -= count
+        if not self._shape.is_flat and not self._keep_rows(planned):
+            return []
         if self._evicted or self._counts.preemptions != num_preempted:
             planned = [part for part in planned if part.sequence.is_begun and part.sequence.left]
         if self._is_caching:
@@ -407,6 +411,17 @@ class SequenceBatch:
                 budget -= count
         return planned
 
+    def _keep_rows(self, planned: list[Part]) -> bool:
+        """Preempt sequences whose rows a step would overwrite; False if it must wait for a running one."""
+        taking = {part.sequence for part in planned}
+        begun = [s for s in self._begun if s.read and not s.is_ending] if planned else []
+        left_out = [sequence for sequence in begun if sequence not in taking]
+        if left_out and self._started:
+            return False
+        for sequence in left_out:
+            self._preempt(sequence)
+        return True
+
     def _budget(self, total: int) -> int:
         """A step costs what its size costs.
 
@@ -423,7 +438,7 @@ class SequenceBatch:
             if self._num_edits and self._num_edits + num_edits > self._max_edits:
                 return 0  # it waits for a step with fewer edits
             self._num_edits += num_edits
-        if count == 1 and sequence.seen is None:
+        if count == 1 and self._shape.is_flat and sequence.seen is None:
             return 1
         if count > 1 and (not self._part_sizes or sequence.request.wants_prompt):
             count = 1
@@ -433,6 +448,8 @@ class SequenceBatch:
         num, sizes = sum(part.num_tokens for part in planned), self._shape.sizes
         if num > len(planned):
             sizes = self._part_sizes
+        elif not self._shape.is_flat:
+            num = 1 + max(part.sequence.row for part in planned)
         return next(size for size in sizes if size >= num)
 
     def _found(self, request: ActiveRequest) -> Tables:
@@ -494,7 +511,7 @@ class SequenceBatch:
         return sequence.is_begun
 
     def _can_evict(self, sequence: SeatedSequence) -> bool:
-        return sequence.stop is None and not sequence.num_running
+        return self._shape.is_flat and sequence.stop is None and not sequence.num_running
 
     def _preempt(self, sequence: SeatedSequence) -> None:
         self._release(sequence)

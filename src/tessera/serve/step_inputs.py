@@ -5,7 +5,7 @@ Inputs are views of one set of buffers, which `StepInputs.fill` writes anew for 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -163,6 +163,7 @@ class StepInputs:
         self.page_starts = np.zeros((len(shape.windows), rows), dtype=np.int32)
         self.lengths = np.zeros(rows, dtype=np.int32)
         self.query_starts = np.zeros(rows + 1, dtype=np.int32)
+        self.fresh = np.zeros(rows, dtype=np.bool_)
         self.rows = np.zeros(rows, dtype=np.int32)
         self.choices = ChoiceInputs(rows, shape.vocab_size)
         self._sight = sight
@@ -179,7 +180,9 @@ class StepInputs:
         }
         for group, (slots, starts) in enumerate(zip(self.slots, self.page_starts, strict=True)):
             views |= {of_group("slots", group): slots[:size], of_group("page_starts", group): starts[:rows]}
-        if self._shape.has_rows:
+        if not self._shape.is_flat:
+            views["fresh"] = self.fresh[:rows]
+        elif self._shape.has_rows:
             views["rows"] = self.rows[:rows]
         return {name: torch.from_numpy(view) for name, view in views.items()}
 
@@ -192,10 +195,18 @@ class StepInputs:
         query_ends = counts.cumsum()
         total = int(query_ends[-1])
         positions = np.arange(total) - np.repeat(query_ends - counts - reads, counts)
+        at: Any = slice(total)
+        rows: Any = slice(len(planned))
         own = np.array([part.sequence.row for part in planned])
-        self.rows[: len(planned)] = np.where(reads == 0, -1 - own, own)
-        self.query_starts[1 : len(planned) + 1] = query_ends
-        self.query_starts[len(planned) + 1 :] = total
+        if not self._shape.is_flat:
+            at = rows = own
+            self.query_starts[: size + 1] = range(size + 1)
+            self.fresh[:size] = True
+            self.fresh[rows] = reads == 0
+        else:
+            self.rows[: len(planned)] = np.where(reads == 0, -1 - own, own)
+            self.query_starts[1 : len(planned) + 1] = query_ends
+            self.query_starts[len(planned) + 1 :] = total
         adapters = np.repeat([part.sequence.request.ask.adapter for part in planned], counts)
         by_token = [(self.tokens, tokens), (self.positions, positions), (self.adapters, adapters)]
         by_row = [(self.lengths, reads + counts)]
@@ -212,10 +223,10 @@ class StepInputs:
             by_token.append((self.slots[group], pages * PAGE + positions % PAGE))
         for held, given in by_token:
             held[:size] = 0
-            held[:total] = given
+            held[at] = given
         for table, entries in by_row:
             table[:] = 0
-            table[: len(planned)] = entries
+            table[rows] = entries
         inputs = {
             **self._tensors[size],
             "pages": torch.from_numpy(self.pages[:num_entries]),
@@ -231,10 +242,11 @@ class StepInputs:
         for number, part in enumerate(planned):
             sequence, request = part.sequence, part.sequence.request
             if request.wants_prompt and (forced := sequence.forced_after(part.num_tokens)) is not None:
-                choices.append(Choice(number, request.pick, 0, forced=forced))
+                choices.append(Choice(part.row_in(self._shape, number), request.pick, 0, forced=forced))
             elif part.is_due and not request.pick.is_plain:
                 num_due = sequence.num_due
-                choices.append(Choice(number, request.pick, len(sequence.tokens) + num_due, num_due))
+                place = (part.row_in(self._shape, number), request.pick, len(sequence.tokens) + num_due)
+                choices.append(Choice(*place, num_due))
         return choices
 
 
@@ -243,6 +255,9 @@ class Part(NamedTuple):
     num_tokens: int
     # Its next token is an output of this step.
     is_due: bool
+
+    def row_in(self, shape: Shape, number: int) -> int:
+        return number if shape.is_flat else self.sequence.row
 
     @property
     def guide(self) -> Guide | None:

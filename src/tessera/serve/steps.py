@@ -19,7 +19,7 @@ from tessera.capture import Workload, build, known_models, place_of
 from tessera.capture.models import another, checkpoint
 from tessera.capture.models.joined import JoinedLinear
 from tessera.capture.models.packed import PackedWeight
-from tessera.capture.models.paged import SPLIT, layout_of, max_positions, num_dense
+from tessera.capture.models.paged import GATHERED, layout_of, max_positions, num_dense
 from tessera.capture.models.vision import PICTURE_TOKENS
 from tessera.errors import CaptureError, TesseraError, UnknownName
 from tessera.ir import Group, Step
@@ -46,6 +46,8 @@ class ServedModel:
     shape: Shape
     # By size, after encode.
     workloads: tuple[Workload, ...]
+    # Why every step has one token of each sequence.
+    reason: str = ""
 
     @property
     def encode(self) -> Workload | None:
@@ -106,11 +108,11 @@ def served(
     sees = _sees(config, model)
     config = config.get_text_config()
     found = layout_of(first.module)
-    gathers, windows = found.kind == SPLIT, found.windows or (0,)
+    is_flat, gathers, windows = found.is_packed, found.kind in GATHERED, found.windows or (0,)
     most_tokens = 1 if gathers else spec.max_batch_tokens or MAX_BATCH_TOKENS
     rows = spec.rows or _rows(first, spec, _room(first, room_bytes) / microbatches, windows, most_tokens)
     size = _length(model, capacity, max_positions(first.module))
-    sizes = sizes_of(rows, most_tokens, min_size, ratio)
+    sizes = sizes_of(rows, most_tokens, is_flat, min_size, ratio)
     if pool_tokens is None:
         pool_bytes = modest_bytes(microbatches) if pool_bytes is None else pool_bytes
         each, fixed = _bytes_of_state(first, rows)
@@ -129,11 +131,11 @@ def served(
             message = f"with {pool_tokens} tokens in pages, {rows} sequences of {model} have at most {size}"
             raise CaptureError(message, "Use shorter sequences, fewer of them, or more memory.")
     shape = Shape(
-        microbatches, rows, size, sizes, pool_tokens, config.vocab_size,
+        microbatches, rows, size, sizes, pool_tokens, config.vocab_size, is_flat,
         has_rows=bool(found.rows), windows=windows,
     )  # fmt: skip
     steps += [replace(pages, batch=shape.num_sequences(x), context=x) for x in sizes]
-    return ServedModel(model, shape, tuple(another(first, step) for step in steps))
+    return ServedModel(model, shape, tuple(another(first, step) for step in steps), found.reason)
 
 
 def smallest_step(place: str, spec: ServeSpec) -> Step:
@@ -171,7 +173,7 @@ def _length(model: str, asked: int | None, positions: int | None) -> int:
 
 
 def sizes_of(
-    rows: int, max_batch_tokens: int, min_size: int = MIN_SIZE, ratio: int = RATIO
+    rows: int, max_batch_tokens: int, is_flat: bool, min_size: int = MIN_SIZE, ratio: int = RATIO
 ) -> tuple[int, ...]:
     """Ascending: up to `rows`, by `ratio`, and larger ones where prompts are chunked.
 
@@ -184,7 +186,7 @@ def sizes_of(
     if min_size == 1 and len(sizes) > 1:
         sizes[0] = 1
     larger: list[int] = []
-    size = max(max_batch_tokens, 2 * rows)
+    size = max(max_batch_tokens, 2 * rows) if is_flat else rows
     while size > rows and (not larger or size >= 2 * min_size):
         larger.insert(0, size)
         size = _power(size // RATIO)

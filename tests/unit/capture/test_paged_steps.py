@@ -16,12 +16,14 @@ from paged_mixer import Mixer, generated
 from sampling import examples, num_layers, some_of
 from tessera.capture import Workload, build, record, record_step
 from tessera.capture.models import another, recurrent
-from tessera.capture.models.paged import FLAT, SPLIT, layout_of, max_positions
+from tessera.capture.models.paged import FLAT, ROWS, SPLIT, layout_of, max_positions
 from tessera.capture.models.pages import PageMask
 from tessera.errors import CaptureError
 from tessera.execute.reference import Replay, same_bits
 from tessera.ir import BufferKind, Step
 from tessera.kernels import PAGE
+from tessera.serve.records import ServeSpec
+from tessera.serve.steps import served
 
 BY_NAME = {model.name: model for model in MODELS}
 SEQUENCES, TOKENS, POSITIONS = 4, 12, 512
@@ -42,6 +44,7 @@ LAYOUTS = {
     "mamba2": FLAT,
     "jamba": FLAT,
     "qwen3_next": FLAT,
+    "recurrent_gemma": ROWS,
 }
 
 
@@ -159,7 +162,7 @@ def test_many_layers_in_16_bits_are_packed_too(tmp_path: Path) -> None:
     assert {torch.bfloat16} == {t.dtype for t in workload.weights().values()}
 
 
-def test_another_recurrence_in_16_bits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_recurrence_in_16_bits_is_not_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong decay changes logits less than 16-bit rounding does: the check computes with 32 bits."""
     scan = recurrent.FUNCTIONS["mamba2_chunk_scan"]
 
@@ -168,8 +171,10 @@ def test_another_recurrence_in_16_bits_is_refused(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setitem(recurrent.FUNCTIONS, "mamba2_chunk_scan", faster)
     sizes = {**BY_NAME["mamba2"].sizes, "dtype": "bfloat16"}
-    with pytest.raises(CaptureError, match="differ from those of its plain forward"):
-        folder_step(Model("mamba2", "Mamba2ForCausalLM", sizes), tmp_path, FLAT)
+    layout = layout_of(folder_step(Model("mamba2", "Mamba2ForCausalLM", sizes), tmp_path, ROWS).module)
+
+    assert ROWS == layout.kind
+    assert "differ from those of its plain forward" in layout.reason
 
 
 def test_a_smaller_step_goes_on_with_the_same_state() -> None:
@@ -303,9 +308,19 @@ def test_sizes_that_make_no_step_are_refused(sequences: int, tokens: int, positi
         build(Step("tiny-llama", "tokens", sequences, tokens, reserve=positions))
 
 
-def test_a_model_with_a_recurrence_of_its_own_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CaptureError, match="its layers keep a state of their own"):
+def test_a_model_with_a_recurrence_of_its_own_reads_one_token_of_each_sequence(tmp_path: Path) -> None:
+    """More tokens than sequences are refused in one line."""
+    with pytest.raises(CaptureError, match="reads one token of each sequence a step"):
         folder_step(BY_NAME["recurrent_gemma"], tmp_path, FLAT)
+
+
+def test_a_service_says_why_it_reads_one_token_of_each_sequence(tmp_path: Path) -> None:
+    """Before steps are captured; a packed model says nothing."""
+    BY_NAME["recurrent_gemma"].write(tmp_path)
+    reason = served(str(tmp_path), ServeSpec(rows=2, capacity=16, random_weights=True)).reason
+
+    assert "its layers keep a state of their own" == reason
+    assert not served("tiny-mamba", ServeSpec(rows=2, capacity=16)).reason
 
 
 @pytest.mark.parametrize("name", ["rwkv", "t5", "bert"])

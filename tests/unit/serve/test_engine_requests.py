@@ -32,10 +32,11 @@ from tessera.errors import AskError, ServiceBusy, ServiceClosing, UnknownName
 from tessera.serve.records import Ask, Finish, Sampling, Shape
 from tessera.serve.service import Service
 
+BY_ROW = replace(SHAPE, sizes=(2, 3), is_flat=False)
 WITH_ROWS = replace(SHAPE, has_rows=True)
 # Too few pages for two long answers: somebody is put aside again and again.
 TINY_POOL = replace(SHAPE, pool_tokens=16 * 4)
-SHAPES = st.sampled_from([SHAPE, WITH_ROWS, TINY_POOL])
+SHAPES = st.sampled_from([SHAPE, BY_ROW, WITH_ROWS, TINY_POOL])
 LONG = Ask((1, 2, 3), 45, GREEDY, ignores_end=True)
 
 

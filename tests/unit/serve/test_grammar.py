@@ -221,8 +221,8 @@ def test_a_hard_mask_delays_no_other_answer(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(
     "shape",
-    [SHAPE, replace(SHAPE, has_rows=True)],
-    ids=["pages", "pages and rows"],
+    [SHAPE, replace(SHAPE, has_rows=True), replace(SHAPE, sizes=(2, 3), is_flat=False)],
+    ids=["pages", "pages and rows", "rows"],
 )
 def test_steps_are_ordered_before_their_masks_are_known(
     shape: Shape, monkeypatch: pytest.MonkeyPatch

@@ -111,16 +111,16 @@ def test_sizes_that_nobody_names_suit_the_model() -> None:
 )
 def test_sizes_are_few(rows: int, most: int, sizes: tuple[int, ...]) -> None:
     """One holds a token of everybody, one all that a step may have, and others are powers of two."""
-    assert sizes == sizes_of(rows, most)
+    assert sizes == sizes_of(rows, most, is_flat=True)
 
 
 def test_small_sizes_are_not_worth_their_capture_everywhere() -> None:
     """Below the smallest size there is none, but for one token of everybody."""
-    assert sizes_of(8, 2048, min_size=64) == (8, 128, 512, 2048)
-    assert sizes_of(128, 2048, min_size=64) == (128, 512, 2048)
-    assert sizes_of(8, 32, min_size=1) == (1, 8, 32)
-    assert sizes_of(256, 2048, min_size=64) == (64, 256, 512, 2048)
-    assert sizes_of(128, 2048, min_size=16, ratio=2) == (16, 32, 64, 128, 512, 2048)
+    assert sizes_of(8, 2048, is_flat=True, min_size=64) == (8, 128, 512, 2048)
+    assert sizes_of(128, 2048, is_flat=True, min_size=64) == (128, 512, 2048)
+    assert sizes_of(8, 32, is_flat=True, min_size=1) == (1, 8, 32)
+    assert sizes_of(256, 2048, is_flat=True, min_size=64) == (64, 256, 512, 2048)
+    assert sizes_of(128, 2048, is_flat=True, min_size=16, ratio=2) == (16, 32, 64, 128, 512, 2048)
 
 
 def test_what_cannot_be_served_is_refused_in_one_line() -> None:

@@ -79,7 +79,7 @@ def test_answers_alone_and_sixteen_at_once_are_those_of_generate(name: str, tmp_
         alone = [told.numbers for told in wait_for(read_all(service, asks[:1]))]
         found = [told.numbers for told in wait_for(read_all(service, asks))]
 
-    assert model.shape.has_rows
+    assert (True, True) == (model.shape.is_flat, model.shape.has_rows)
     assert generated(plain, prompts, 8) == found
     assert found[:1] == alone
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from serving_factory import GREEDY, SHAPE, toy_plan
-from tessera.execute.stepper import StepDone
+from tessera.execute.stepper import StepCall, StepDone
 from tessera.kernels import PAGE
 from tessera.serve.answer import ActiveRequest
 from tessera.serve.records import Ask, Counts, Shape
@@ -195,6 +195,25 @@ def test_page_tables_may_be_longer_together_than_there_are_pages() -> None:
     stepped(batch, 8)
 
     assert (3, 21) == (len(batch._begun), batch.pool.num_used)
+
+
+def test_a_row_is_kept_for_life() -> None:
+    """Where state is kept by row, who leaves makes room for the next one, and nobody moves."""
+    batch = batch_of(replace(WIDE, sizes=(2, 4), is_flat=False))
+    first, _, _ = added(batch, [1, 2], [3, 4], [5, 6])
+    call = batch.next_step()
+    assert call is not None
+    assert (1, [True] * 4) == (call.step, call.inputs["fresh"].tolist())
+    batch.end(StepDone(0, call.step, {}, 0.0))
+    batch.leave(first)
+    added(batch, [7, 8])
+    call = batch.next_step()
+
+    assert isinstance(call, StepCall)
+    assert [7, 4, 6, 0] == call.inputs["tokens"].tolist()
+    assert [0, 1, 1, 0] == call.inputs["positions"].tolist()
+    assert [1, 2, 2, 0] == call.inputs["lengths"].tolist()
+    assert [True, False, False, True] == call.inputs["fresh"].tolist()
 
 
 def test_pages_that_no_token_sees_any_more_go_back() -> None:

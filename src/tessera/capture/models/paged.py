@@ -7,8 +7,9 @@ all in the same pages. The first layout that works is used:
     flat   all tokens in one row; recurrent state has a row per sequence: `rows` tells which, and which begin
     split  each token in a row, for models with their own attention: keys and values are gathered from pages
            and masked
-
-Not handled: recurrent layers whose functions `recurrent` does not know.
+    rows   one token per sequence, a fixed row each, for other recurrent layers: state is zeroed where `fresh`
+           is set
+    dense  as rows, with keys and values as in split
 
 Outputs are logits of each sequence's newest token and the next one, chosen by tessera::choose; unused
 sequences get arbitrary finite numbers. A negative token refers to the previous step's choice (-1: first
@@ -36,10 +37,12 @@ from tessera.capture.models.generic import ModelMemory
 from tessera.capture.models.lora import num_adapters, using_adapters
 from tessera.capture.models.pages import (
     NUM_FIRST_PAGES,
+    PackedCache,
     PagedCache,
     PageMask,
     PageTables,
     chunk_of,
+    clear_rows,
     exchanged_attention,
     is_indexer,
 )
@@ -52,7 +55,9 @@ from tessera.kernels import BY_ROW, NEWEST, PAGE, of_group
 from tessera.kernels.choice import EDIT_FIELDS, INPUTS, Number, Setting, max_edits, num_words
 from tessera.kernels.choose import choose
 
-FLAT, SPLIT = "flat", "split"
+FLAT, SPLIT, ROWS, DENSE = "flat", "split", "rows", "dense"
+# Several tokens of a sequence in a step; keys and values by row.
+PACKED, GATHERED = (FLAT, SPLIT), (SPLIT, DENSE)
 # Per row; each has a copy of its sequence's keys.
 SPLIT_TOKENS = 2
 NUM_TRIED, TRIED_POSITIONS = 3, NUM_FIRST_PAGES * PAGE
@@ -77,6 +82,12 @@ class StepLayout:
     rows: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     # Positions, for each group of paged layers; 0: none.
     windows: tuple[int, ...] = ()
+    # Why tokens cannot be packed.
+    reason: str = ""
+
+    @property
+    def is_packed(self) -> bool:
+        return self.kind in PACKED
 
 
 _LAYOUTS: "WeakKeyDictionary[torch.nn.Module, StepLayout]" = WeakKeyDictionary()
@@ -103,11 +114,13 @@ def _find_layout(model: Any) -> StepLayout:
         )
     _fix_frequencies(model)
     errors = []
-    for kind in (FLAT, SPLIT):
+    for kind in (FLAT, SPLIT, ROWS, DENSE):
         try:
-            return _try(model, kind)
+            layout = _try(model, kind)
         except UNFIT as error:
             errors.append(error)
+            continue
+        return replace(layout, reason="" if layout.is_packed else _first_line(errors[0]))
     lines = {_first_line(error): type(error).__name__ for error in errors}
     named = [line for line, kind in lines.items() if not line.startswith(f"{kind}: ")]
     said = "; ".join(named or lines)
@@ -147,10 +160,12 @@ def _cache_name(model: Any) -> str:
 
 
 def _try(model: Any, kind: str) -> StepLayout:
-    cache = PagedCache(model.config)
-    if kind == FLAT and cache.paged and not generic.takes(model, "position_ids"):
+    cache = (PackedCache if kind == FLAT else PagedCache)(model.config)
+    has_positions = generic.takes(model, "position_ids")
+    if kind not in GATHERED and cache.paged and not has_positions:
         raise ValueError("it takes no positions")
-    step = Step("", "tokens", NUM_TRIED, 2 * NUM_TRIED, reserve=TRIED_POSITIONS)
+    num = 2 * NUM_TRIED if kind in PACKED else NUM_TRIED
+    step = Step("", "tokens", NUM_TRIED, num, reserve=TRIED_POSITIONS)
     make = partial(_make_inputs, model, step, kind, seed=0, has_rows=True)
     parts = ([(length, 1)] * NUM_TRIED for length in (1, 2))
     first, following = (generic.placed(model, partial(make, part)) for part in parts)
@@ -162,7 +177,7 @@ def _try(model: Any, kind: str) -> StepLayout:
         raise ValueError("it returns no logits per sequence")
     layout = _describe_layout(kind, left)
     # A GPU's kernels were not tried with 32 bits of every shape.
-    is_sure = model.device.type == "cuda" and kind == FLAT and not layout.rows
+    is_sure = model.device.type == "cuda" and (kind == ROWS or (kind == FLAT and not layout.rows))
     if not is_sure and model.device.type != "meta" and not isinstance(logits, FakeTensor):
         _check_logits(model, layout)
     return layout
@@ -174,8 +189,9 @@ def _check_logits(model: Any, layout: StepLayout) -> None:
     A model's own attention may treat masks and lengths in any way, its recurrence may have another form. Both
     are computed with 32-bit numbers: many layers amplify the rounding of 16-bit ones to any error.
     """
-    pages = 1 + NUM_TRIED * max(1, len(layout.windows))
-    step = Step("", "tokens", NUM_TRIED, 2 * NUM_TRIED, reserve=pages * PAGE, windows=layout.windows)
+    parts = ((0, 2), (2, 3)) if layout.is_packed else ((0, 1), (1, 2), (2, 3))
+    num, pages = NUM_TRIED * parts[0][1], 1 + NUM_TRIED * max(1, len(layout.windows))
+    step = Step("", "tokens", NUM_TRIED, num, reserve=pages * PAGE, windows=layout.windows)
     workload = PagedSteps(model, step, layout).workload()
     state = generic.placed(model, lambda: workload.make_state(0))
     state = {name: torch.zeros_like(t, dtype=_widened(t.dtype)) for name, t in state.items()}
@@ -184,7 +200,7 @@ def _check_logits(model: Any, layout: StepLayout) -> None:
     plain_choices = generic.placed(model, partial(greedy_choices, model, step))
     make = partial(_make_inputs, model, step, layout.kind, seed=0, has_rows=bool(layout.rows))
     with generic.apart(model), _Widened(), torch.backends.cudnn.flags(enabled=False):  # cuDNN rounds to TF32
-        for first, last in ((0, 2), (2, 3)):
+        for first, last in parts:
             inputs = generic.placed(model, partial(make, [(last, last - first)] * NUM_TRIED))
             read = made["tokens"][:, first:last].flatten()
             inputs["tokens"][: len(read)] = read
@@ -232,7 +248,7 @@ def _run(
     with (
         traced(),
         generic.attributes_kept(model, memory.attributes) as left,
-        exchanged_attention(model, cache, kind == SPLIT),
+        exchanged_attention(model, cache, kind in GATHERED),
         using_adapters(model, inputs.get("adapters")),
         ExitStack() as stack,
     ):
@@ -240,22 +256,26 @@ def _run(
         if states is not None:
             stack.enter_context(exchanged_recurrence(model, states))
         tables = [_table(model, kind, step, inputs, group) for group in range(num_groups(step))]
-        cache.begin(tables, states)
-        logits = _logits(model, kind, inputs, cache, tables[0])
-        if left():
+        cache.begin(tables, inputs.get("fresh"), states)
+        if memory.attributes and kind in PACKED:
             raise ValueError("its layers keep a state of their own")
-    if kind == FLAT and any(layer.is_unread for layer in cache.paged):
+        for tensor in memory.attributes.values():
+            clear_rows(tensor, inputs["fresh"])
+        logits = _logits(model, kind, inputs, cache, tables[0])
+        attributes = left()
+    if kind not in GATHERED and any(layer.is_unread for layer in cache.paged):
         raise ValueError(OWN_ATTENTION)
     cache.begin(())
-    return logits, ModelMemory(cache, {})
+    return logits, ModelMemory(cache, attributes)
 
 
 def _table(model: Any, kind: str, step: Step, inputs: Tensors, group: int) -> PageTables:
     slots, starts = (inputs[of_group(name, group)] for name in ("slots", "page_starts"))
     pages, positions, seen, by_row = inputs["pages"], inputs["positions"], None, None
-    if kind == SPLIT:
-        places = torch.arange(len(positions), device=pages.device)
-        starts = starts[(places[:, None] >= inputs["query_starts"][1:-1]).sum(1)]
+    if kind in GATHERED:
+        if kind == SPLIT:
+            places = torch.arange(len(positions), device=pages.device)
+            starts = starts[(places[:, None] >= inputs["query_starts"][1:-1]).sum(1)]
         seen = positions[:, None] - torch.arange(num_dense(model, step) - 1, -1, -1, device=pages.device)
         place = seen.clamp_min(0)
         by_row = pages[starts[:, None] + place // PAGE] * PAGE + place % PAGE
@@ -266,16 +286,13 @@ def _table(model: Any, kind: str, step: Step, inputs: Tensors, group: int) -> Pa
 
 
 def _logits(model: Any, kind: str, inputs: Tensors, cache: PagedCache, tables: PageTables) -> torch.Tensor:
-    by_row = kind == SPLIT
+    by_row = kind != FLAT
     given = {name: inputs[name] for name in ("tokens", "positions", "is_image", "image") if name in inputs}
     given = {name: tensor[:, None] if by_row else tensor[None] for name, tensor in given.items()}
     if "rotary" in inputs:
         given["rotary"] = inputs["rotary"][:, None]
-    newest = (inputs["query_starts"][1:] - 1).clamp_min(0)
-
-    def pick(hidden: torch.Tensor) -> torch.Tensor:
-        return hidden[newest] if by_row else hidden[:, newest]
-
+    newest = (inputs["query_starts"][1:] - 1).clamp_min(0) if kind in PACKED else None
+    pick = None if newest is None else lambda hidden: hidden[newest] if by_row else hidden[:, newest]
     more: dict[str, Any] = {}
     if tables.seen is not None and generic.takes(model, "attention_mask"):  # biases may follow it
         more["attention_mask"] = (tables.seen >= 0).long()
@@ -322,14 +339,14 @@ def max_positions(model: Any) -> int:
 def paged_workload(model: Any, step: Step) -> Workload:
     _check_sizes(step)
     layout = layout_of(model)
-    most = SPLIT_TOKENS * num_rows(step)
-    if layout.kind == SPLIT and step.context > most:
+    most = {FLAT: step.context, SPLIT: SPLIT_TOKENS * num_rows(step)}.get(layout.kind, step.batch)
+    if step.context > most:
+        reads = "each token's keys apart" if layout.is_packed else "one token of each sequence a step"
         raise CaptureError(
-            f"{step.model} reads each token's keys apart: {step.context} tokens of {step.batch} sequences "
-            "are no step of it",
+            f"{step.model} reads {reads}: {step.context} tokens of {step.batch} sequences are no step of it",
             f"Use at most {most} tokens.",
         )
-    if layout.kind == SPLIT and not num_dense(model, step):
+    if layout.kind in GATHERED and not num_dense(model, step):
         raise CaptureError(
             f"{step.reserve} positions are too few for {num_rows(step)} sequences",
             f"Use at least {num_rows(step) * PAGE}.",
@@ -360,7 +377,9 @@ class PagedSteps:
 
     def _call(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
         held = {name: state[name] for name in self._layout.pages}
-        held |= {name: state[BY_ROW + name] for name in self._layout.rows}
+        is_flat = self._layout.is_packed
+        rows = slice(None if is_flat else self._step.batch)
+        held |= {name: state[BY_ROW + name][rows] for name in self._layout.rows}
         memory = generic.exchanged(self._layout.memory, held)
         given, newest = inputs["tokens"], state[NEWEST]
         tokens = torch.where(given < 0, newest[(-1 - given).clamp_min(0)], given)
@@ -368,7 +387,7 @@ class PagedSteps:
         for name, tensor in generic.tensors_of(after):
             if tensor is not held[name]:
                 held[name].copy_(tensor)
-        last = tokens[(inputs["query_starts"][1:] - 1).clamp_min(0)]
+        last = tokens[(inputs["query_starts"][1:] - 1).clamp_min(0)] if is_flat else tokens
         chosen, logprobs, top = choose(logits[:, : _vocab_size(self._model)], last, inputs)
         newest[: self._step.batch].copy_(chosen.clamp_min(0))
         return {"logits": logits, "next_tokens": chosen, "logprobs": logprobs, "top_tokens": top}
@@ -444,8 +463,10 @@ def _make_inputs(
     words = make_tokens(model.config, (step.context,), random)
     words[used:] = 0
     inputs = {"tokens": words, **lay_out(step, parts, free), **_example_choices(model, step, random)}
-    if has_rows and kind == FLAT:
-        fresh = torch.tensor([length == new for length, new in _padded(parts, step.batch)])
+    fresh = torch.tensor([length == new for length, new in _padded(parts, step.batch)])
+    if kind not in PACKED:
+        inputs["fresh"] = fresh
+    elif has_rows and kind == FLAT:
         rows = torch.randperm(num_rows(step), generator=random)[: step.batch]
         inputs["rows"] = torch.where(fresh, -1 - rows, rows).int()
     if num := num_adapters(model):

@@ -9,7 +9,7 @@ rule (`PageMask`), which must be a window. For a model with its own attention, e
 gathered, newest last.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -122,20 +122,45 @@ class PagedLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return 0 if by_row is None else by_row.shape[1]
 
 
-class PagedCache(StaticCache):  # type: ignore[misc]
-    """Recurrent layers read packed tokens, and report no earlier state."""
+class Layers(list[Any]):
+    """Zeros are written where the state is read next, and fuse with it."""
 
-    layers: list[Any]
+    def __init__(self, layers: Iterable[Any]) -> None:
+        super().__init__(layers)
+        self.fresh: torch.Tensor | None = None
+        self._waiting: set[int] = set()
+
+    def begin(self, fresh: torch.Tensor | None) -> None:
+        self.fresh = fresh
+        self._waiting = set() if fresh is None else set(range(len(self)))
+
+    def __getitem__(self, key: Any) -> Any:
+        layer = super().__getitem__(key)
+        if key in self._waiting and isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin):
+            assert self.fresh is not None
+            self._waiting.remove(key)
+            for held in (*layer.conv_states.values(), *layer.recurrent_states.values()):
+                if held is not None:
+                    clear_rows(held, self.fresh)
+        return layer
+
+
+def clear_rows(held: torch.Tensor, fresh: torch.Tensor) -> None:
+    held.masked_fill_(fresh.view(-1, *[1] * (held.dim() - 1)), 0)
+
+
+class PagedCache(StaticCache):  # type: ignore[misc]
+    layers: Layers
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config, max_cache_len=PAGE)
         # Keys of an indexer are not kept: it selects all.
-        self.layers = [
+        self.layers = Layers(
             PagedLayer(is_sliding=False)
             if hasattr(x, "indexer_keys")
             else in_place_of(x, PagedLayer, is_sliding(x))
             for x in self.layers
-        ]
+        )
         self.states: Any = None
 
     @property
@@ -154,7 +179,13 @@ class PagedCache(StaticCache):  # type: ignore[misc]
     def get_query_offset(self, layer_idx: int) -> int:
         return super().get_seq_length(layer_idx)  # type: ignore[no-any-return]
 
-    def begin(self, tables: Sequence[PageTables], states: PackedStates | None = None) -> None:
+    def begin(
+        self,
+        tables: Sequence[PageTables],
+        fresh: torch.Tensor | None = None,
+        states: PackedStates | None = None,
+    ) -> None:
+        self.layers.begin(fresh)
         self.states = states
         for layer in self.paged:
             layer.begin(tables[layer.group] if tables else None)
@@ -190,6 +221,10 @@ class PagedCache(StaticCache):  # type: ignore[misc]
             if layer.stored and layer.stored[0] is key and layer.stored[1] is value:
                 return layer
         raise ValueError("its attention reads keys that are not in its cache")
+
+
+class PackedCache(PagedCache):
+    """Recurrent layers read packed tokens, and report no earlier state."""
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         self.states.enter(self.layers[layer_idx], state_idx)
