@@ -234,7 +234,7 @@ class ChatRequest(_GenerationRequest, kw_only=True):
 
 class CompletionRequest(_GenerationRequest, kw_only=True):
     prompt: Prompts
-    max_tokens: SomeTokens | None = None
+    max_tokens: NumTokens | None = None
     logprobs: NumTop | None = None
     echo: bool | None = None
     best_of: Choices | None = None
@@ -245,6 +245,8 @@ class CompletionRequest(_GenerationRequest, kw_only=True):
             raise unsupported("best_of")
         if self.echo and self.logprobs is not None and self.stream:
             raise invalid("echo", "with logprobs only without stream")
+        if self.max_tokens == 0 and not self.echo:
+            raise invalid("max_tokens", "0 asks for no answer; use 1 or more, or echo")
 
 
 class TokenizeRequest(_Body, kw_only=True):

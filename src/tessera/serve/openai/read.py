@@ -351,6 +351,7 @@ async def make_asks(draft: Draft, endpoint: Endpoint, client: str) -> AskBatch:
     seeds = [None if seed is None else (seed + choice) & bodies.MAX_INT for choice in range(draft.n)]
     samplings = [replace(draft.sampling, seed=own) for own in seeds]
     notes = _prompt_logprobs(draft, prompts)
+    most = most if notes is None else max(1, most)
     ends = (draft.stop, draft.stop_tokens, draft.ignores_end, draft.min_tokens)
     adapter = endpoint.card.names.index(draft.model) if draft.model else 0
     asks = [

@@ -75,21 +75,27 @@ class Writer:
             self._whole_choice(index, events, finishes[index], noted[index // self._draft.n])
             for index, events in enumerate(answers)
         ]
-        num = sum(finish.output_tokens for finish in finishes)
+        num = 0 if self._says_nothing else sum(finish.output_tokens for finish in finishes)
         shared = self._prompt_notes(noted[0]) if self._draft.is_chat else {}
         return _encode({**self._head, "choices": choices, "usage": self._usage(num), **shared})
 
     def _whole_choice(
         self, index: int, events: Sequence[Event], finish: Finish, prompt: Sequence[Token]
     ) -> Document:
-        pieces = [x for x in events if isinstance(x, AnswerPiece)]
+        pieces = [] if self._says_nothing else [x for x in events if isinstance(x, AnswerPiece)]
         text, tokens = "".join(x.text for x in pieces), [token for x in pieces for token in x.tokens]
         if self._draft.is_chat:
             shown = {"message": self._message(index, text)}
             return self._choice(index, shown, tokens, self._reason(index, finish.reason))
         echo = self._draft.echoes[index] if self._draft.echoes else ""
         given = [*prompt, *tokens] if self._draft.echoes_logprobs else tokens
-        return self._choice(index, {"text": echo + text}, given, finish.reason) | self._prompt_notes(prompt)
+        reason = "length" if self._says_nothing else finish.reason
+        return self._choice(index, {"text": echo + text}, given, reason) | self._prompt_notes(prompt)
+
+    @property
+    def _says_nothing(self) -> bool:
+        """True if only the prompt is wanted; the engine still generates one token."""
+        return self._draft.max_tokens == 0
 
     def _prompt_notes(self, prompt: Sequence[Token]) -> Document:
         most = self._draft.prompt_logprobs
@@ -309,6 +315,10 @@ async def stream(service: AnswerService, batch: AskBatch, writer: Writer, send: 
 
 async def _events(service: AnswerService, asks: Sequence[Ask]) -> AsyncGenerator[tuple[int, Event], None]:
     """One event per ask is buffered."""
+    if not asks[0].max_tokens:  # only the prompt is wanted back
+        for index, ask in enumerate(asks):
+            yield index, Finish("length", len(ask.prompt), 0)
+        return
     if len(asks) == 1:
         async with aclosing(service.answer(asks[0])) as events:
             async for event in events:
