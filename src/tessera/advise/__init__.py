@@ -1,5 +1,5 @@
 """Advise: which cards carry a load, at what rate, price and latency; `search` imports torch."""
 
-from tessera.advise.records import Advice, Candidate, Market, ModelLoad, RentedLoad
+from tessera.advise.records import Advice, Candidate, Market, ModelLoad, Regime, RentedLoad
 
-__all__ = ["Advice", "Candidate", "Market", "ModelLoad", "RentedLoad"]
+__all__ = ["Advice", "Candidate", "Market", "ModelLoad", "Regime", "RentedLoad"]

@@ -69,9 +69,11 @@ class ServiceRater:
         least = self._fluid(replace(cards, devices=roomy)).least_us
         return Limit({d.gpu: n for n, d in enumerate(cards.devices)}, least)
 
-    def drafts(self, cluster: Cluster) -> list[Option]:
-        """The best draft of every policy."""
+    def drafts(self, cluster: Cluster, within_ms: float | None = None) -> list[Option]:
+        """The best draft of every policy, within another time per token."""
         fluid = self._fluid(cluster)
+        if within_ms is not None:
+            fluid = replace(fluid, load=replace(fluid.load, tpot_ms=within_ms))
         drafts = (fluid.drafts(policy)[:1] for policy in POLICIES)
         return [draft_option(draft, cluster) for best in drafts for draft in best]
 
@@ -143,9 +145,10 @@ class StepRater:
             rows.append(np.concatenate(us))
         return np.asarray(np.min(rows, axis=0), dtype=np.float64)
 
-    def drafts(self, cluster: Cluster) -> list[Option]:
-        copies = self._search(cluster, self.target).copies(BATCHES)
-        if copies:
+    def drafts(self, cluster: Cluster, within_ms: float | None = None) -> list[Option]:
+        target = replace(self.target, tpot_ms=within_ms or self.target.tpot_ms)
+        copies = self._search(cluster, target).copies(BATCHES)
+        if copies or within_ms is not None:
             return copies
         found = self.plan(cluster)[1]  # too large for one card
         return [*found.baselines, found.chosen]

@@ -124,6 +124,15 @@ class Candidate:
         return self.cost_error or 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """Rates of all ways within a time per token, and the coarsest way that is near the best."""
+
+    tpot_ms: float
+    requests_per_s: dict[str, float]
+    best: str
+
+
 @dataclass(frozen=True)
 class Advice:
     load: Annotated[RentedLoad, HIDDEN]
@@ -138,6 +147,7 @@ class Advice:
     num_planned: Annotated[int, HIDDEN] = 0
     # have only.
     have: tuple[str, ...] = ()
+    by_tpot: tuple[Regime, ...] = ()
     next_cards: tuple[Candidate, ...] = ()
 
     @property

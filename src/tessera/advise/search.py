@@ -14,13 +14,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from tessera.advise.raters import Advance, Rater, rater_of
-from tessera.advise.records import Advice, Candidate, Market, ModelLoad, RentedLoad
+from tessera.advise.records import Advice, Candidate, Market, ModelLoad, Regime, RentedLoad
 from tessera.errors import PlanInfeasible, TesseraError
 from tessera.ir import Cluster, Load, Plan, ServicePlan
 from tessera.plan import Comparison, Option
 from tessera.plan.comparison import times_text
 from tessera.plan.rent import Basket, Limit, Offer, baskets
 from tessera.profile import Gpu, gpu, known_gpus, make_cluster, parse_devices, sureness
+from tessera.report import round_limits
 from tessera.report.figures import digits
 
 Planned = tuple[ServicePlan | Plan, Comparison]
@@ -162,6 +163,7 @@ def _use(cards: RatedCards) -> tuple[Advice, tuple[Planned, ...]]:
         notes=(cards.rater.note,) if cards.rater.note else (),
         is_compiled=cards.rater.is_compiled,
         have=cards.have,
+        by_tpot=tuple(_regimes(cards, cluster, found, error)),
         next_cards=_next_cards(cards, ways[advised].requests_per_s),
     )
     return advice, ((plan, found),)
@@ -190,6 +192,19 @@ def _best_of_each(options: Iterable[Option]) -> dict[str, Option]:
         way = KINDS.get(option.policy, "kernel level")
         best[way] = max(best.get(way, option), option, key=lambda o: o.tokens_per_s)
     return best
+
+
+def _regimes(cards: RatedCards, cluster: Cluster, found: Comparison, error: float) -> Iterable[Regime]:
+    fastest = cards.rater.fastest(cluster)
+    slowest = max(o.tpot_ms for o in (*found.baselines, found.chosen))
+    if fastest is None or cards.load.is_image:
+        return
+    for limit in round_limits(fastest.tpot_ms, slowest):
+        within = _best_of_each(cards.rater.drafts(cluster, limit))
+        rates = {way: within[way].tokens_per_s / cards.load.tokens for way in WAYS if way in within}
+        if rates:
+            best = max(rates.values())
+            yield Regime(limit, rates, next(way for way in rates if rates[way] * (1 + error) >= best))
 
 
 @dataclass

@@ -7,6 +7,7 @@ from tessera.report.figures import (
     device_uses,
     duration,
     main_lane,
+    round_limits,
     short_name,
 )
 from tessera.report.page import Shown, write_advice, write_report
@@ -15,5 +16,5 @@ from tessera.report.picture import layer_picture
 
 __all__ = [
     "PolicyLine", "Shown", "UsedDevice", "compared", "device_uses", "duration", "layer_picture", "main_lane",
-    "short_name", "write_advice", "write_perfetto", "write_report",
+    "round_limits", "short_name", "write_advice", "write_perfetto", "write_report",
 ]  # fmt: skip

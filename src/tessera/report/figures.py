@@ -4,6 +4,7 @@ Lanes are averaged by rate. Utilisation counts overlapping time once. Numbers ha
 and a unit; bytes are decimal.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from tessera.ir import Baseline, Plan, Span, Step, Timeline
 from tessera.plan.explain import explain, gain_over
 
 STEP = 1000.0
+ROUND = (1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
 
 
 def shares(plan: Plan) -> tuple[float, ...]:
@@ -181,6 +183,14 @@ def digits(value: float) -> str:
     if abs(value) < 0.1:
         return f"{value:.2g}"
     return f"{value:,.{places}f}"
+
+
+def round_limits(least: float, most: float) -> list[float]:
+    scale = 10.0 ** math.floor(math.log10(least))
+    tens = range(math.ceil(math.log10(most / scale)) + 1)
+    numbers = [scale * step * 10**n for n in tens for step in ROUND]
+    end = next(x for x in numbers if x >= most)
+    return [x for x in numbers if least <= x <= end]
 
 
 def plural(count: int, noun: str) -> str:
