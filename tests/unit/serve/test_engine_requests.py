@@ -223,7 +223,7 @@ def test_a_bug_in_the_engine_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPat
     """If the engine's thread dies, its requests end with an error."""
     monkeypatch.setattr("threading.excepthook", lambda args: None)
     stepper = ToyStepper()
-    monkeypatch.setattr(stepper, "_read", None)
+    monkeypatch.setattr(stepper, "_flat", None)
     with service_of(stepper) as service:
         told = wait_for(read(service, LONG))
 

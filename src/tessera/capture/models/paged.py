@@ -148,7 +148,7 @@ def _first_line(error: Exception) -> str:
     said = str(error).partition("\n")[0]
     if PageMask.__name__ in said:
         return OWN_ATTENTION
-    if PagedCache.__name__ in said:
+    if PackedCache.__name__ in said or PagedCache.__name__ in said:
         return OWN_CACHE
     return (
         said if isinstance(error, (ValueError, CaptureError)) and said else f"{type(error).__name__}: {said}"
