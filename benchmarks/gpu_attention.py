@@ -66,7 +66,7 @@ class Case:
 
 DECODE = tuple(
     Case(f"decode {rows} x {length}", ((length, 1),) * rows)
-    for rows in (32, 64, 128)
+    for rows in (1, 8, 16, 32, 64, 128)
     for length in (576, 1088, 4096)
 )
 PREFILL = (
@@ -86,6 +86,9 @@ DECODE_TILES = (
     (Tile(16, 64, 4, 2), 1),
     (Tile(16, 32, 4, 5), 1),
     (Tile(16, 64, 4, 3), 4),
+    (Tile(16, 64, 4, 2), 8),
+    (Tile(16, 64, 4, 2), 16),
+    (Tile(16, 64, 4, 5), 8),
     (Tile(16, 128, 4, 2), 1),
 )
 PREFILL_TILES = (

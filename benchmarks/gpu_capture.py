@@ -213,13 +213,12 @@ def measure(case: Case, layers: int, row: dict[str, Any], compare: bool) -> None
 
 
 def check(workload: Workload, recording: Recording, row: dict[str, Any]) -> dict[str, CudaReplay]:
-    """The replays, each compared bit for bit with the compiled model on fresh state."""
+    """The replay, compared bit for bit with the compiled model on fresh state."""
     weights, inputs, state = workload.weights(), workload.make_inputs(0), workload.make_state(0)
     wanted_state = copies(state)
     wanted = recording.code.run(weights, inputs, wanted_state)
     again = recording.code.run(weights, inputs, copies(state))
     row["compiled_model_repeats_itself"] = not differences(wanted, again)
-    replays: dict[str, CudaReplay] = {}
     row["bit_equal"], row["differing"] = {}, {}
     try:
         mine = copies(state)
@@ -227,7 +226,7 @@ def check(workload: Workload, recording: Recording, row: dict[str, Any]) -> dict
         found = replay.run()
     except (TesseraError, RuntimeError) as error:
         row["failed"] = {"replay": f"{error}\n{traceback.format_exc()}"}
-        return replays
+        return {}
     torch.cuda.synchronize()
     differing = differences(wanted, found) + differences(wanted_state, mine)
     row["bit_equal"]["replay"], row["differing"]["replay"] = not differing, differing[:8]

@@ -99,9 +99,10 @@ def time_us(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def measure(
-    form: str, experts: int, size: tuple[int, int], rows: int, given_tile: ProductTile | None = None
-) -> tuple[float, int]:
-    """Microseconds, and bytes of the weight that the rows need."""
+    form: str, experts: int, size: tuple[int, int], rows: int, given_tile: ProductTile | None = None,
+    uneven: float = 0.0,
+) -> tuple[float, int]:  # fmt: skip
+    """Microseconds, and bytes of the weight that the rows need; `uneven`: see `--uneven`."""
     first = make_weight(form, experts, *size)
     copies = [first]
     while num_bytes(first) * len(copies) < COLD_BYTES and len(copies) < 64:
@@ -110,12 +111,18 @@ def measure(
     offsets = None
     if experts > 1:
         offsets = (torch.arange(1, experts + 1, device="cuda") * rows // experts).int()
+    if experts > 1 and uneven:
+        torch.manual_seed(0)
+        chosen = torch.multinomial(torch.softmax(uneven * torch.randn(experts), 0), rows, True)
+        offsets = torch.bincount(chosen, minlength=experts).cumsum(0).int().cuda()
     used = min(rows, experts) / experts
     calls = [lambda w=w: call(form, w, x, offsets, given_tile) for w in copies]
     return time_us(calls), int(num_bytes(first) * used)
 
 
-def layers(model: str, forms: Sequence[str], all_rows: Sequence[int], gbps: float) -> dict[str, Any]:
+def layers(
+    model: str, forms: Sequence[str], all_rows: Sequence[int], gbps: float, uneven: float
+) -> dict[str, Any]:
     """Figures by format and rows."""
     found: dict[str, Any] = {}
     for rows in all_rows:
@@ -128,7 +135,8 @@ def layers(model: str, forms: Sequence[str], all_rows: Sequence[int], gbps: floa
     for tokens in (8, 64):
         plain_us = 0.0
         for form in ("bf16", "mxfp4"):
-            pairs = [measure(form, EXPERTS, size, tokens * ROWS_EACH) for size in EXPERT_LAYER.values()]
+            num = tokens * ROWS_EACH
+            pairs = [measure(form, EXPERTS, size, num, uneven=uneven) for size in EXPERT_LAYER.values()]
             total_us, total = sum(us for us, _ in pairs), sum(size for _, size in pairs)
             plain_us = plain_us or total_us
             found[f"gpt-oss {form} {tokens}"] = row(total_us, total, plain_us, gbps, [us for us, _ in pairs])
@@ -184,11 +192,15 @@ def main() -> None:
     parser.add_argument("--formats", default="int4,fp8,int8,mxfp4")
     parser.add_argument("--rows", default="1,8,32,64,512")
     parser.add_argument("--seconds", type=float, default=0.0, help="seconds for other tiles")
+    parser.add_argument(
+        "--uneven", type=float, default=0.0,
+        help="rows choose experts by a softmax of so many times normal numbers; 0: evenly",
+    )  # fmt: skip
     given = parser.parse_args()
     forms, rows = given.formats.split(","), [int(number) for number in given.rows.split(",")]
     figures = card()
     print(figures, flush=True)
-    found = {"card": figures, **layers(given.model, forms, rows, figures["bytes per s"] / 1e9)}
+    found = {"card": figures, **layers(given.model, forms, rows, figures["bytes per s"] / 1e9, given.uneven)}
     if given.seconds:
         found["tiles"] = sweep(forms, given.seconds)
     if given.out:

@@ -17,7 +17,8 @@ import triton.language as tl
 
 from tessera.kernels.choice import MAX_TOP, OUT_OF_REACH, SMALL_DRAW, Number, Setting
 from tessera.kernels.choose import results
-from tessera.kernels.overlap_triton import launch_next, overlaps, wait_previous
+from tessera.kernels.launch import overlaps
+from tessera.kernels.overlap_triton import launch_next, wait_previous
 
 _MAX_BLOCK, _MAX_WARPS = 4096, 16
 # Programs that keep a large card busy.

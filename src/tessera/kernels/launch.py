@@ -30,8 +30,8 @@ _TYPES: dict[str, Any] = {
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _STATIC_SHARED_LIMIT = 48 << 10
 _SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-# The first that launches kernels before their predecessors have ended, and the PTX that waits there.
-OVERLAPPING, _PTX_VERSION = 90, (7, 8)
+# The first target, and the first version of PTX, with dependent launches.
+_TARGET, _PTX_VERSION = 90, (7, 8)
 _WAIT = "\n\tgriddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;"
 _HEAD = re.compile(r"\.version\s+(\d+)\.(\d+).*?\.target\s+sm_(\d+)", re.DOTALL)
 
@@ -75,7 +75,7 @@ def run_kernel(kernel: Kernel, grid: Grid, block: Grid, args: Sequence[Any]) -> 
 
 @cache  # unbounded: loading a module again during a graph capture would break the capture
 def _loaded(kernel: Kernel, block: Grid, card: int) -> "PtxKernel":
-    return PtxKernel(kernel, block, overlaps=True)
+    return PtxKernel(kernel, block, is_early=True)
 
 
 def _interpret(kernel: Kernel, grid: Grid, block: Grid, args: Sequence[Any]) -> None:
@@ -111,6 +111,12 @@ def _bytes(storage: torch.UntypedStorage) -> Any:
     return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(storage.data_ptr()))
 
 
+@cache
+def overlaps(device: torch.device) -> bool:
+    """Can the card launch a kernel while the one before runs?"""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= divmod(_TARGET, 10)
+
+
 def overlapping(ptx: str, name: str) -> str:
     """The text for cards since Hopper, with a wait as the kernel's first instruction; "" if it has no place.
 
@@ -123,12 +129,14 @@ def overlapping(ptx: str, name: str) -> str:
     if version < _PTX_VERSION:
         return ""
     text = ptx[: entry.end()] + _WAIT + ptx[entry.end() :]
-    return text if target >= OVERLAPPING else f"{ptx[: head.start(3)]}{OVERLAPPING}{text[head.end(3) :]}"
+    return text if target >= _TARGET else f"{ptx[: head.start(3)]}{_TARGET}{text[head.end(3) :]}"
 
 
 class PtxKernel:
-    def __init__(self, kernel: Kernel, block: tuple[int, ...], overlaps: bool = False) -> None:
-        """`overlaps`: the kernel waits for nothing but memory, so the next may be launched while it runs."""
+    def __init__(self, kernel: Kernel, block: tuple[int, ...], is_early: bool = False) -> None:
+        """`is_early`: launched while the one before runs. Such a kernel waits for nothing but memory, since the
+        next one takes room on the card.
+        """
         torch.cuda.current_stream()  # creates the context
         self._name, self._shared = kernel.name, kernel.shared_bytes
         self._types = [kind for _, kind in kernel.signature if kind != "constexpr"]
@@ -137,7 +145,7 @@ class PtxKernel:
         self._module = ctypes.c_void_p()
         self._function = ctypes.c_void_p()
         cuda, waiting = driver(), ""
-        if overlaps and torch.cuda.get_device_capability() >= divmod(OVERLAPPING, 10):
+        if is_early and overlaps(torch.device("cuda", torch.cuda.current_device())):
             waiting = overlapping(kernel.ptx, kernel.name)
         self._attributes = (_Attribute * 1)(_OVERLAPPED) if waiting else None
         text = ctypes.c_char_p((waiting or kernel.ptx).encode())

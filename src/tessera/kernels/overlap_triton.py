@@ -4,19 +4,8 @@ Every program of such a kernel first calls `wait_previous`: a kernel that ends h
 before it.
 """
 
-from functools import cache
-
-import torch
 import triton
 import triton.language as tl
-
-from tessera.kernels.launch import OVERLAPPING
-
-
-@cache
-def overlaps(device: torch.device) -> bool:
-    is_able = device.type == "cuda" and torch.version.hip is None
-    return is_able and torch.cuda.get_device_capability(device) >= divmod(OVERLAPPING, 10)
 
 
 @triton.jit

@@ -25,7 +25,8 @@ import triton.language as tl
 from torch.nn.functional import linear
 
 from tessera.kernels.grouped import rotated
-from tessera.kernels.overlap_triton import launch_next, overlaps, wait_previous
+from tessera.kernels.launch import overlaps
+from tessera.kernels.overlap_triton import launch_next, wait_previous
 from tessera.kernels.packing import BLOCKS, GROUP, MIDDLE, PLAIN, dequantise, num_columns
 
 # Rows, of each expert, from which a weight is written out.
@@ -218,7 +219,8 @@ def float8_product(
     scales += tl.program_id(0) * COLUMNS // 128 * BLOCKS
     each += m
     total = tl.zeros([COLUMNS, ROWS], tl.float32)
-    scale = tl.load(each + first * padded) * tl.load(scales + first)
+    begin = tl.minimum(first, BLOCKS - 1)  # a last split may be empty
+    scale = tl.load(each + begin * padded) * tl.load(scales + begin)
     for block in range(first, tl.minimum(first + SHARE, BLOCKS)):
         later = tl.minimum(block + 1, BLOCKS - 1)
         next_scale = tl.load(each + later * padded) * tl.load(scales + later)

@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 
 from tessera.kernels import PAGE
-from tessera.kernels.overlap_triton import launch_next, overlaps, wait_previous
+from tessera.kernels.launch import overlaps
+from tessera.kernels.overlap_triton import launch_next, wait_previous
 
 _PAGE = tl.constexpr(PAGE)
 _LOG2E = tl.constexpr(1.4426950408889634)
