@@ -134,7 +134,7 @@ def overlapping(ptx: str, name: str) -> str:
 
 class PtxKernel:
     def __init__(self, kernel: Kernel, block: tuple[int, ...], is_early: bool = False) -> None:
-        """`is_early`: launched while the one before runs. Such a kernel waits for nothing but memory, since the
+        """`is_early`: launched while the one before runs; it may wait for nothing but memory, since the
         next one takes room on the card.
         """
         torch.cuda.current_stream()  # creates the context
