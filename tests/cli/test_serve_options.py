@@ -71,7 +71,7 @@ def get(url: str, certificate: Path, **headers: str) -> tuple[int, str]:
 def test_https_answers(server: str, certificate: tuple[Path, Path]) -> None:
     assert server.startswith("https://127.0.0.1:")
     trusted = ssl.create_default_context(cafile=str(certificate[0]))
-    body = json.dumps({"prompt": "a", "max_tokens": 4}).encode()
+    body = json.dumps({"prompt": "a", "max_tokens": 4, "ignore_eos": True}).encode()
     headers = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
     request = urllib.request.Request(f"{server}/v1/completions", body, headers)
     with urllib.request.urlopen(request, timeout=30, context=trusted) as answer:
