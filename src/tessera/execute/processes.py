@@ -1,19 +1,17 @@
 """Worker processes of this machine: how they are started and inherit their setup. Imports no torch.
 
 Workers are forked from a server process that has torch imported (`warm_up`). `hand_over` passes a setup with
-tensors over an inherited socket, as torch's own reductions: `Process.start` would hang if the child dies
-meanwhile, and a fork server takes at most 256 tensors. The socket stays open: its end tells each side that
-the other is gone. Pickle is used only between a process and its child.
+tensors over an inherited socket, as torch's own reductions, and the child opens their memory in `/proc`.
+`Process.start` would hang if the child dies meanwhile, and a fork server takes at most 256 tensors. The
+socket stays open: its end tells each side that the other is gone. Pickle is used only between a process and
+its child.
 """
 
 import multiprocessing
 import os
-import pickle
 import resource
 import select
 import signal
-import socket
-import struct
 import sys
 import threading
 import types
@@ -23,16 +21,12 @@ from multiprocessing import context, forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, ClassVar
+from typing import Any
 
 FORKSERVER = "forkserver"
 PRELOADED = ["tessera.execute.worker"]
 MAX_FILES = 1 << 16
 KILL_S = 5.0
-# Number of descriptors, and bytes of the object.
-_SIZES = struct.Struct("!QQ")
-# Linux takes 253 at a time.
-MAX_FDS = 200
 
 _hiding = threading.Lock()
 # The program's `__main__` first; one entry per caller of `hidden_main`.
@@ -124,13 +118,13 @@ def _has_ended(pid_fd: int, timeout_s: float) -> bool:
 
 
 class _Handed:
-    taken: ClassVar[list[int]] = []
+    """A descriptor of the process that pickled it, which stays open there."""
 
-    def __init__(self, index: int) -> None:
-        self._index = index
+    def __init__(self, fd: int) -> None:
+        self._path = f"/proc/{os.getpid()}/fd/{fd}"
 
     def detach(self) -> int:
-        return os.dup(self.taken[self._index])
+        return os.open(self._path, os.O_RDWR)
 
 
 class _Descriptors:
@@ -138,58 +132,16 @@ class _Descriptors:
 
     DupFd = _Handed
 
-    def __init__(self) -> None:
-        self.fds: list[int] = []
-
-    def duplicate_for_child(self, fd: int) -> int:
-        self.fds.append(fd)
-        return len(self.fds) - 1
+    @staticmethod
+    def duplicate_for_child(fd: int) -> int:
+        return fd
 
 
 def hand_over(pipe: Connection, value: Any) -> None:
     """Raises OSError if the other process is gone."""
-    descriptors = _Descriptors()
-    context.set_spawning_popen(descriptors)  # type: ignore[arg-type]
+    context.set_spawning_popen(_Descriptors())  # type: ignore[arg-type]
     try:
         data = ForkingPickler.dumps(value)
     finally:
         context.set_spawning_popen(None)
-    with _socket_of(pipe) as link:
-        link.sendall(_SIZES.pack(len(descriptors.fds), len(data)))
-        for start in range(0, len(descriptors.fds), MAX_FDS):
-            socket.send_fds(link, [b"."], descriptors.fds[start : start + MAX_FDS])
-        link.sendall(data)
-
-
-def take_over(pipe: Connection) -> Any:
-    """Raises EOFError if the other process is gone."""
-    with _socket_of(pipe) as link:
-        num_fds, size = _SIZES.unpack(_read(link, _SIZES.size))
-        fds: list[int] = []
-        while len(fds) < num_fds:
-            mark, some, _, _ = socket.recv_fds(link, 1, MAX_FDS)
-            if not mark:
-                raise EOFError
-            fds += some
-        data = _read(link, size)
-    _Handed.taken = fds
-    try:
-        return pickle.loads(data)  # from the process that started this one
-    finally:
-        _Handed.taken = []
-        for fd in fds:
-            os.close(fd)
-
-
-def _read(link: socket.socket, size: int) -> bytearray:
-    data, at = bytearray(size), 0
-    while at < size:
-        got = link.recv_into(memoryview(data)[at:], 0, socket.MSG_WAITALL)
-        if not got:
-            raise EOFError
-        at += got
-    return data
-
-
-def _socket_of(pipe: Connection) -> socket.socket:
-    return socket.socket(fileno=os.dup(pipe.fileno()))
+    pipe.send_bytes(data)

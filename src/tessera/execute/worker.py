@@ -35,7 +35,6 @@ from tessera.execute.memory import (
 )
 from tessera.execute.messages import Begin, Done, Failed, LateInputs, LoadLanes, Setup, pack, unpack
 from tessera.execute.page_mover import PageCopier, PageMover
-from tessera.execute.processes import take_over
 from tessera.execute.schedule import Job, Queue
 from tessera.execute.transport import TransferArrived, open_transport
 from tessera.execute.worker_loop import DeviceWorker
@@ -286,7 +285,7 @@ def main(pipe: Pipe, folder: str) -> None:
 
 
 def _serve_inherited(pipe: Pipe) -> None:
-    setup = take_over(pipe)
+    setup = pipe.recv()
     engine = EngineConnection(setup.engine, setup.secret, setup.name)
     threading.Thread(target=_follow, args=(pipe, engine), daemon=True).start()
     serve(setup, engine)
