@@ -22,7 +22,7 @@ from tessera.serve.planning import Prepared, default_folder, prepare
 from tessera.serve.records import COST_ERROR
 from tessera.serve.service import Service, say
 from tessera.serve.single_device import is_single_device
-from tessera.serve.text import open_text, sampling_defaults
+from tessera.serve.text import open_text
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -108,9 +108,10 @@ def _planned(
 ) -> RunningService:
     from tessera.serve.grammar import open_grammars
     from tessera.serve.metrics import Metrics
-    from tessera.serve.openai.read import Endpoint, ModelCard
+    from tessera.serve.openai.read import Endpoint, ModelCard, folder_defaults
 
     text = open_text(place_of(model), template_of(config.chat_template))  # first: it may be missing
+    defaults = folder_defaults(place_of(model), config.generation_config != "none")
     spec, plan = config.spec(cluster), load(ServicePlan, config.plan) if config.plan else None
     kept = default_folder() if config.plan_cache else None
     prepared = prepare(model, cluster, spec, plan=plan, kept=kept, advance=advance)
@@ -137,9 +138,8 @@ def _planned(
     )
     adapters = tuple(adapter for adapter, _ in spec.adapters)
     mark = eyes.mark if eyes else ""
-    sampling = sampling_defaults(place_of(model)) if config.generation_config == "auto" else ()
     card = ModelCard(
-        name, text, shape.max_tokens, shape.vocab_size, mark, adapters=adapters, sampling=sampling
+        name, text, shape.max_tokens, shape.vocab_size, mark, adapters=adapters, defaults=defaults
     )
     grammars = open_grammars(text, shape.vocab_size)
     endpoint = Endpoint(card, service, int(time.time()), lambda: service.policies, eyes, grammars)

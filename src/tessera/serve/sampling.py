@@ -21,6 +21,10 @@ from tessera.serve.records import Ask, Sampling, Token
 MAX_SHARPNESS = 1e30
 # For a top-p of 0: the most likely token.
 LEAST_TOP_P = 1e-9
+NO_TOKEN = (
+    "no token may come next: its ends and stop_token_ids are banned until min_tokens, others by its form. "
+    "Lower min_tokens."
+)
 _BANNED = int(np.float32(-np.inf).view(np.int32))
 
 
@@ -126,7 +130,9 @@ class Pick:
 
     @property
     def failure(self) -> str:
-        return "" if self.guide is None else self.guide.failure
+        """Why no token may come next; empty: not for what was asked."""
+        failure = "" if self.guide is None else self.guide.failure
+        return failure or (NO_TOKEN if self.ends and self.num_out < self.min_tokens else "")
 
     def add(self, number: int) -> None:
         self.num_out += 1

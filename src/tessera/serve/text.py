@@ -26,8 +26,6 @@ Tools = Sequence[Mapping[str, Any]]
 Variables = Mapping[str, Any]
 NO_VARIABLES: Variables = {}
 GENERATES, CONTINUES = "add_generation_prompt", "continue_final_message"
-# Requests may leave them out.
-DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # Longer texts are tokenised in pieces, so that one far too long is not read to its end.
 PIECE_CHARS = 2**14
 NO_LIMIT = 2**62
@@ -421,14 +419,6 @@ def _listed(path: Path) -> list[int]:
     value = read_json(path).get("eos_token_id") if path.exists() else None
     listed = value if isinstance(value, list) else [value]
     return [x for x in listed if isinstance(x, int) and x >= 0]
-
-
-def sampling_defaults(model: str) -> tuple[tuple[str, float], ...]:
-    from tessera.capture.models.checkpoint import read_json
-
-    path = Path(model) / "generation_config.json"
-    given = read_json(path) if path.is_file() else {}
-    return tuple((name, given[name]) for name in DEFAULTED if isinstance(given.get(name), int | float))
 
 
 def open_text(model: str, template: str = "") -> Text:

@@ -296,6 +296,15 @@ def test_what_cannot_be_served_is_refused(service: Service, ask: Ask, place: str
     assert place == error.value.place
 
 
+def test_what_leaves_no_token_is_refused(service: Service) -> None:
+    """Every token is an end, and none may come yet: the ask is at fault, not the model."""
+    asked = Ask((1,), 5, GREEDY, stop_tokens=tuple(range(SHAPE.vocab_size)), min_tokens=1)
+    (told,) = wait_for(read_all(service, [asked]))
+
+    assert told.finish.is_refused
+    assert told.finish.message.endswith("Lower min_tokens.")
+
+
 def test_what_the_pages_cannot_hold_is_refused() -> None:
     """A request that would never fit is told so at once."""
     with (

@@ -1,6 +1,8 @@
 """Text and tokens: bytes, and the tokenizer of a folder."""
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +16,8 @@ from tessera.cli.start import started
 from tessera.errors import ArtifactError, AskError, TesseraError
 from tessera.profile import make_cluster, parse_devices
 from tessera.serve.openai.errors import ApiError
-from tessera.serve.openai.read import Draft, ModelCard, read_chat
+from tessera.serve.openai.read import Draft, ModelCard, folder_defaults, read_chat, read_completion
+from tessera.serve.records import Sampling
 from tessera.serve.text import (
     BEGIN,
     END,
@@ -23,7 +26,6 @@ from tessera.serve.text import (
     Text,
     WindowReader,
     open_text,
-    sampling_defaults,
 )
 from text_factory import make_text_folder
 
@@ -296,7 +298,7 @@ def test_template_gets_the_requests_variables(folder: Path) -> None:
         open_text("tiny-llama", OWN_TEMPLATE)
 
 
-def test_requests_give_variables_and_folders_give_sampling(folder: Path) -> None:
+def test_requests_give_variables(folder: Path) -> None:
     card = ModelCard("m", open_text(str(folder), OWN_TEMPLATE), 256, 320)
 
     def ask(**more: object) -> Draft:
@@ -309,9 +311,30 @@ def test_requests_give_variables_and_folders_give_sampling(folder: Path) -> None
     with pytest.raises(ApiError, match="only of use with add_generation_prompt: false"):
         ask(continue_final_message=True, add_generation_prompt=True)
 
-    (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "do_sample": true}')
-    card = replace(card, sampling=sampling_defaults(str(folder)))
-    (folder / "generation_config.json").unlink()
-    assert (0.6, 20, 1.0) == (ask().sampling.temperature, ask().sampling.top_k, ask().sampling.top_p)
-    given = ask(temperature=0.0, top_k=-1).sampling
+
+def test_folders_give_sampling(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Requests replace it, but for tokens that are never chosen."""
+    path, card = folder / "generation_config.json", ModelCard("m", open_text(str(folder)), 256, 320)
+
+    def ask(given: Mapping[str, object], **more: object) -> Sampling:
+        path.write_text(json.dumps(given))
+        try:
+            own = replace(card, defaults=folder_defaults(str(folder)))
+        finally:
+            path.unlink()
+        return read_completion(json.dumps({"prompt": "black", **more}).encode(), own).sampling
+
+    drawn = {"temperature": 0.6, "top_k": 20, "min_p": None, "do_sample": True}
+    assert (0.6, 20, 1.0, 0.0) == (
+        *(ask(drawn).temperature, ask(drawn).top_k),
+        *(ask(drawn).top_p, ask(drawn).min_p),
+    )
+    given = ask(drawn, temperature=0.0, top_k=-1)
     assert (0.0, 0) == (given.temperature, given.top_k)
+    assert "" == capsys.readouterr().err
+    suppressed = ask({"suppress_tokens": [7, 9, 999], "num_beams": 4}, logit_bias={"9": 5, "8": 1})
+    assert {7: -math.inf, 8: 1.0, 9: -math.inf} == dict(suppressed.logit_bias)
+    assert capsys.readouterr().err.endswith("without effect here: num_beams\n")
+    for name, value in {"temperature": math.nan, "min_p": 5, "repetition_penalty": 0, "top_k": "5"}.items():
+        with pytest.raises(ArtifactError, match=rf"{name}.*--generation-config none"):
+            ask({name: value})

@@ -162,18 +162,31 @@ class _Body(Struct, kw_only=True):
     user: str | None = None
 
 
-class _GenerationRequest(_Body, kw_only=True):
-    """Fields of both endpoints; names that OpenAI does not have are vLLM's."""
+class SampledFields(_Body, kw_only=True):
+    """Fields that a folder's generation_config.json gives too."""
 
-    n: Choices | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Share | None = None
     # -1 and 0: all tokens.
     top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
     min_p: Share | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+
+
+class FolderFields(SampledFields, kw_only=True):
+    # Never chosen.
+    suppress_tokens: list[TokenId] | None = None
+
+
+NO_DEFAULTS = FolderFields()
+
+
+class _GenerationRequest(SampledFields, kw_only=True):
+    """Fields of both endpoints; names that OpenAI does not have are vLLM's."""
+
+    n: Choices | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     logit_bias: Annotated[dict[TokenKey, Bias], Meta(max_length=MAX_MARKED)] | None = None
     seed: Annotated[int, Meta(ge=-MAX_INT - 1, le=MAX_INT)] | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None

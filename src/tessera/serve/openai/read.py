@@ -6,13 +6,16 @@ tokens.
 
 import asyncio
 import json
+import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tessera.errors import MissingExtra
+from tessera.errors import ArtifactError, MissingExtra
 from tessera.ir import ServicePlan
 from tessera.serve.grammar import Grammar, GrammarCompiler
 from tessera.serve.openai import bodies
@@ -31,14 +34,15 @@ COMPLETION_TOKENS = 16
 MAX_NOTED = 2**19
 UNKNOWN = "\ufffd"
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-SAMPLED = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    *(f"{x}_penalty" for x in ("presence", "frequency", "repetition")),
+DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+SAMPLED = (*DEFAULTED, "seed", "presence_penalty", "frequency_penalty")
+# Fields of generation_config.json that change what `generate` gives, and values without effect.
+UNUSED = (
+    *("bad_words_ids", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
+    *("guidance_scale", "min_new_tokens", "no_repeat_ngram_size", "num_beams", "penalty_alpha"),
+    *("sequence_bias", "typical_p"),
 )
+NEUTRAL: tuple[Any, ...] = (None, 0, 1, [], {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,8 @@ class ModelCard:
     # text, vectors or pictures.
     makes: str = "text"
     adapters: tuple[str, ...] = ()
-    sampling: tuple[tuple[str, float], ...] = ()
+    # For what requests leave out.
+    defaults: bodies.FolderFields = bodies.NO_DEFAULTS
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -318,11 +323,30 @@ def _draft(
 def _sampling(
     request: bodies.ChatRequest | bodies.CompletionRequest, card: ModelCard, logprobs: int | None
 ) -> Sampling:
-    given: dict[str, Any] = dict(card.sampling)
-    given |= {name: value for name in SAMPLED if (value := getattr(request, name)) is not None}
-    bias = tuple((int(token), bias) for token, bias in (request.logit_bias or {}).items())
+    given = _set_fields(card.defaults, DEFAULTED) | _set_fields(request, SAMPLED)
+    bias = {int(token): bias for token, bias in (request.logit_bias or {}).items()}
+    bias |= {x: -math.inf for x in card.defaults.suppress_tokens or () if x < card.vocab_size}
     top_k = max(0, int(given.pop("top_k", 0)))
-    return Sampling(top_k=top_k, logprobs=logprobs, logit_bias=bias, **given)
+    return Sampling(top_k=top_k, logprobs=logprobs, logit_bias=tuple(bias.items()), **given)
+
+
+def _set_fields(body: bodies.SampledFields, names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(body, name)) is not None}
+
+
+def folder_defaults(folder: str, are_read: bool = True) -> bodies.FolderFields:
+    """Sampling by generation_config.json."""
+    from tessera.capture.models.checkpoint import read_json
+
+    path = Path(folder) / "generation_config.json"
+    document = read_json(path) if are_read and path.is_file() else {}
+    if unused := [name for name in UNUSED if document.get(name) not in NEUTRAL]:
+        print(f"warning: {path}: without effect here: {', '.join(unused)}", file=sys.stderr)
+    try:
+        return msgspec.convert(document, bodies.FolderFields)
+    except msgspec.ValidationError as error:
+        remedy = "Correct it, or start with --generation-config none."
+        raise ArtifactError(str(error), remedy, str(path)) from None
 
 
 @dataclass(frozen=True, slots=True)
