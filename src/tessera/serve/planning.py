@@ -425,7 +425,8 @@ def _plan(
     except (PlanInfeasible, DeviceMemoryError) as error:
         now = f"now {shape.microbatches}, {shape.rows}, {shape.capacity} and {shape.sizes[-1]}"
         remedy = (
-            f"Lower --microbatches, --seqs, --max-model-len or --max-batch-tokens ({now}), or add a device."
+            f"Lower --microbatches, --seqs, --max-model-len or --max-batch-tokens ({now}), or --memory-share "
+            "for fewer pages, or add a device."
         )
         is_size = isinstance(error, DeviceMemoryError) or not error.remedy
         raise type(error)(error.message, remedy if is_size else error.remedy, error.place) from error

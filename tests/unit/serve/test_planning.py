@@ -10,6 +10,7 @@ import torch
 from benchmarks.coverage_models import MODELS
 
 import steps_factory as factory
+from engine_factory import with_memory_of
 from own_code import reference
 from paged_mixer import Mixer, generated, plain_model
 from sampling import num_layers
@@ -28,6 +29,7 @@ from tessera.planning import ServedSteps, make_service_plan, service_memory
 from tessera.profile import cap_memory, wire
 from tessera.profile.devices import make_cluster, parse_devices
 from tessera.serve.planning import prepare
+from tessera.serve.policies import check_groups
 from tessera.serve.records import Ask, ServeSpec
 from tessera.serve.rehearse import rehearse
 from tessera.serve.service import Service
@@ -250,6 +252,11 @@ def test_pages_on_a_small_device_are_fewer() -> None:
     assert 1024 < made.model.shape.max_tokens <= 4096
     (needed,) = footprints(made.plans, [ready_programs(plan) for plan in made.plans])
     assert needed.peak_bytes <= small.memory_bytes
+    (group,) = made.policies[0].groups
+    tight = replace(group, plan=with_memory_of(group.plan, needed.peak_bytes))
+    check_groups([tight])
+    with pytest.raises(DeviceMemoryError, match="4 microbatches"):  # as many as workers are started for
+        check_groups([tight, tight])
 
 
 def test_a_model_too_large_for_this_machine_is_refused_before_it_is_built() -> None:
