@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.serve_process import Server, Watched, environment
 
-from tessera.serve.load import LoadOptions, figures, measure, parse_address
+from tessera.serve.load import LoadOptions, figures, measure
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "tiny-llama"
@@ -53,7 +53,7 @@ def ask(server: Server, wanted: LoadOptions, memory: Watched | None = None) -> d
             if memory is not None:
                 memory.samples.clear()
 
-    measured = asyncio.run(measure(parse_address(server.url), wanted, on_done))
+    measured = asyncio.run(measure(server.url, wanted, on_done))
     used = server.processor_s() - begun
     found = figures(measured)
     kept = {key: found[key] for key in KEPT}

@@ -168,7 +168,7 @@ def limit_per_s(load: Load, prompt: float, sizes: Sizes, found: dict[str, float]
 def ask(url: str, load: Load, **fields: Any) -> dict[str, Any]:
     """One load over HTTP, with prompts of its own: none is in the prefix cache."""
     from tessera.ir import Arrivals
-    from tessera.serve.load import LoadOptions, figures, measure, parse_address
+    from tessera.serve.load import LoadOptions, figures, measure
 
     prompts = tuple(load.prompts)
     together = Arrivals(load.name, (0.0,) * load.num, prompts, (load.output,) * load.num)
@@ -183,7 +183,7 @@ def ask(url: str, load: Load, **fields: Any) -> dict[str, Any]:
         timeout_s=120.0,
         fields=fields,
     )
-    run = asyncio.run(measure(parse_address(url), options, lambda what: None))
+    run = asyncio.run(measure(url, options, lambda what: None))
     return dict(figures(run))
 
 

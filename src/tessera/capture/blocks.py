@@ -7,7 +7,7 @@ depend on alignment.
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,21 +172,4 @@ def open_dataclasses(value: Any) -> None:
         if not kinds:
             return
         for kind in kinds:
-            _register(kind)
-
-
-def _register(kind: type[Any]) -> None:
-    names = [field.name for field in dataclasses.fields(kind) if field.init]
-
-    def rebuild(values: Iterable[Any], _: Any) -> Any:
-        return kind(**dict(zip(names, values, strict=True)))
-
-    pytree.register_pytree_node(
-        kind,
-        lambda value: ([getattr(value, name) for name in names], None),
-        rebuild,
-        flatten_with_keys_fn=lambda value: (
-            [(pytree.GetAttrKey(name), getattr(value, name)) for name in names],
-            None,
-        ),
-    )
+            pytree.register_dataclass(kind)

@@ -194,13 +194,13 @@ def bench_serve(
     """Load a server and report its rate, latencies and errors."""
     if find_spec("aiohttp") is None:
         raise MissingExtra("aiohttp", "load")
-    from tessera.serve.load import figures, measure, parse_address
+    from tessera.serve.load import figures, measure
 
-    options, address = sent.options(), parse_address(url, _key(api_key))
+    options, key = sent.options(), _key(api_key)
     total = len(options.arrivals.times_s) if options.arrivals else options.num_requests
     total += min(total, options.num_distinct or 0)
     with progress("asking the server for its model", total) as advance:
-        columns = figures(asyncio.run(measure(address, options, advance)))
+        columns = figures(asyncio.run(measure(url, options, advance, key)))
     return Illustrated(msgspec.convert(columns, BenchServe), (_latencies(columns),))
 
 

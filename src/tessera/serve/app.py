@@ -175,7 +175,7 @@ class BodyEndpoint:
         else:
             batch = await make_asks(draft, endpoint, client)
             writer = Writer(endpoint.card, batch)
-            if draft.is_stream:
+            if draft.request.stream:
                 await stream(endpoint.service, batch, writer, send)
                 return
             document = await answer_whole(endpoint.service, batch, writer)

@@ -20,13 +20,11 @@ from tessera.execute.scheduler import Microbatch, SchedulerConfig, Watcher
 from tessera.execute.stepper import DeviceBack, DeviceLost, StepDone, Stepper
 from tessera.ir import DeviceKind, ServicePlan
 from tessera.serve.answer import ActiveRequest, WakeUps
-from tessera.serve.groups import Evict, RoutedGroup
 from tessera.serve.meters import LOOK_S, Meters
-from tessera.serve.pages import PagePool
 from tessera.serve.records import Finish, Reason, Shape, Token
 from tessera.serve.router import Router
 from tessera.serve.sampling import noted, read_tokens
-from tessera.serve.sequences import SequenceBatch
+from tessera.serve.sequences import BatchConfig, SequenceBatch
 from tessera.serve.sight import Sight
 from tessera.serve.step_inputs import OutputRows
 
@@ -58,26 +56,11 @@ class Engine(Watcher[ActiveRequest]):
     ) -> None:
         self.stepper, self.shape = stepper, shape
         self.meters = meters or Meters()
-
-        def make(number: int, group: RoutedGroup, pool: PagePool | None, evict: Evict) -> SequenceBatch:
-            return SequenceBatch(
-                number,
-                group.shape,
-                group.steps,
-                self.settle,
-                self.meters,
-                sight,
-                prefix_caching,
-                pool,
-                is_filled,
-                lambda: self.post(self.scheduler.awake_waiting),
-                evict,
-                group.lane.can_give,
-            )
-
+        given = (self.settle, self.meters, sight, prefix_caching, is_filled)
+        batches = BatchConfig(*given, lambda: self.post(self.scheduler.awake_waiting))
         depth = getattr(stepper, "microbatches", None)
         config = SchedulerConfig(max_waiting, depth, max_retries=MAX_RETRIES)
-        self.scheduler = Router(stepper, policies, shape, make, config, self, self.meters, prefix_caching)
+        self.scheduler = Router(stepper, policies, shape, batches, config, self)
         self.controller: Controller[ServicePlan] | None = None
         # Two: a lost device is planned for while an obsolete correction still runs.
         self._background = ThreadPoolExecutor(2, "tessera-replan")

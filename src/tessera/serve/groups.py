@@ -1,6 +1,6 @@
 """Records of the router: groups of the loaded policies, sequences and pages on their way."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tessera.execute.lanes import LoadedLane
@@ -74,11 +74,6 @@ class PagesInFlight:
     pages: tuple[int, ...]
     # Row at the destination, if state by row goes along.
     row: int | None = None
-
-
-Evict = Callable[[ActiveRequest], bool]
-# A microbatch without a given pool has its own.
-MakeBatch = Callable[[int, RoutedGroup, PagePool | None, Evict], SequenceBatch]
 
 
 def batch_of(microbatch: RoutedMicrobatch) -> SequenceBatch:

@@ -44,18 +44,6 @@ SHOWN_CHARS = 300
 Api = Literal["chat", "completions"]
 
 
-@dataclass(frozen=True, slots=True)
-class ServerAddress:
-    base: str
-    headers: tuple[tuple[str, str], ...] = ()
-
-
-def parse_address(url: str, api_key: str | None = None) -> ServerAddress:
-    """A trailing `/v1` is left out."""
-    base = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
-    return ServerAddress(base, (("Authorization", f"Bearer {api_key}"),) if api_key else ())
-
-
 class Client(NamedTuple):
     session: aiohttp.ClientSession
     base: str
@@ -284,15 +272,19 @@ class LoadRun:
     alone: tuple[Generation, ...] = ()
 
 
-async def measure(address: ServerAddress, options: LoadOptions, on_done: Callable[[str], None]) -> LoadRun:
+async def measure(
+    url: str, options: LoadOptions, on_done: Callable[[str], None], api_key: str | None = None
+) -> LoadRun:
+    """A trailing `/v1` of the URL is left out."""
+    base = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=MAX_IDLE_S),
-        headers=dict(address.headers),
+        headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
         timeout=aiohttp.ClientTimeout(total=options.timeout_s),
         cookie_jar=aiohttp.DummyCookieJar(),
         read_bufsize=MAX_LINE_BYTES,
     ) as session:
-        client = Client(session, address.base)
+        client = Client(session, base)
         model, length = await _served(client, options.model)
         ruler = await _ruler(client, options, model)
         queries, num_cut = _queries(options, length, ruler)

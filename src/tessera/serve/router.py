@@ -28,7 +28,6 @@ from tessera.ir import Group, Role, ServicePlan
 from tessera.kernels import PAGE
 from tessera.serve.answer import ActiveRequest
 from tessera.serve.groups import (
-    MakeBatch,
     MovingSequence,
     PagesInFlight,
     RoutedGroup,
@@ -37,8 +36,8 @@ from tessera.serve.groups import (
     plans_of,
 )
 from tessera.serve.pages import PagePool, Tables, first_seen, listed, pages_for
-from tessera.serve.records import Counts, GroupView, Shape
-from tessera.serve.sequences import SequenceBatch
+from tessera.serve.records import GroupView, Shape
+from tessera.serve.sequences import BatchConfig, SequenceBatch
 from tessera.serve.step_inputs import Steps
 
 # Largest steps that a prompts group keeps.
@@ -53,17 +52,14 @@ class Router(Scheduler[ActiveRequest]):
         stepper: Stepper,
         policies: Sequence[ServicePlan],
         shape: Shape,
-        make: MakeBatch,
+        batches: BatchConfig,
         config: SchedulerConfig,
         watcher: Watcher[ActiveRequest],
-        counts: Counts,
-        is_caching: bool = True,
     ) -> None:
-        self.policies, self._shape, self._make_batch = tuple(policies), shape, make
-        self._is_caching = is_caching and shape.is_paged
+        self.policies, self._shape, self._batches = tuple(policies), shape, batches
+        self._counts, self._is_caching = batches.counts, batches.is_caching and shape.is_paged
         # By home.
         self.pools: dict[int, PagePool] = {}
-        self._counts = counts
         # By policy; by open microbatch.
         self._groups: list[list[RoutedGroup]] = []
         self._by_number: dict[int, RoutedGroup] = {}
@@ -163,9 +159,8 @@ class Router(Scheduler[ActiveRequest]):
         group = self._opening
         assert group is not None, "a microbatch is opened for a group"
         self._by_number[number] = group
-        return self._make_batch(
-            number, group, self.pool_of(group), lambda request: self._evict(number, request)
-        )
+        given = (number, group.shape, group.steps, self._batches, self.pool_of(group))
+        return SequenceBatch(*given, lambda request: self._evict(number, request), group.lane.can_give)
 
     def group_of(self, microbatch: RoutedMicrobatch) -> RoutedGroup:
         return self._by_number[microbatch.number]
@@ -507,33 +502,28 @@ class Router(Scheduler[ActiveRequest]):
         usable = [group for group in self.groups if not group.lane.devices & lost]
         groups = [group for group in usable if group.role is not Role.PROMPTS] or usable
         for request in batch.requests() if groups else ():
-            if request not in self._transits:
-                self._hand_over(request, microbatch, batch, home, groups)
+            position = batch.position(request)
+            if request in self._transits or (position and self._move(request, microbatch, groups)):
+                continue
+            is_reading = position is None or home is None or position[1] < len(request.sequence) - 1
+            if position is None or (is_reading and batch.can_move):
+                self._restart(request, batch)
         return False
 
-    def _hand_over(
-        self,
-        request: ActiveRequest,
-        source: RoutedMicrobatch,
-        batch: SequenceBatch,
-        home: int | None,
-        groups: Sequence[RoutedGroup],
-    ) -> None:
+    def _move(self, request: ActiveRequest, source: RoutedMicrobatch, groups: Sequence[RoutedGroup]) -> bool:
+        """Begins to move a sequence to one of these groups; to answer only if its tokens are read."""
+        batch, home = batch_of(source), self.group_of(source).home
         position = batch.position(request)
         if position is None or home is None:
-            if position is None or batch.can_move:
-                self._restart(request, batch)
-            return
-        is_reading = position[1] < len(request.sequence) - 1
-        if is_reading:
-            groups = [group for group in groups if group.role is Role.MIXED]
-        reserved = self._reserve(request, groups, home, position[1])
-        if reserved is not None:
-            transit = self._transits[request] = MovingSequence(request, source, *reserved)
-            batch.hold(request)
-            self._send(transit)
-        elif is_reading and batch.can_move:
-            self._restart(request, batch)
+            return False
+        roles = (Role.MIXED,) if position[1] < len(request.sequence) - 1 else tuple(Role)
+        reserved = self._reserve(request, [g for g in groups if g.role in roles], home, position[1])
+        if reserved is None:
+            return False
+        transit = self._transits[request] = MovingSequence(request, source, *reserved)
+        batch.hold(request)
+        self._send(transit)
+        return True
 
     def _evict(self, number: int, request: ActiveRequest) -> bool:
         """Moves a sequence elsewhere if that is quicker than reading it again."""
@@ -542,18 +532,10 @@ class Router(Scheduler[ActiveRequest]):
         position = batch.position(request)
         if request in self._transits or position is None or group.home is None:
             return False
-        is_reading = position[1] < len(request.sequence) - 1
-        roles = (Role.MIXED,) if is_reading else (Role.MIXED, Role.ANSWERS)
-        groups = [g for g in self._usable() if g.home != group.home and g.role in roles]
+        groups = [g for g in self._usable() if g.home != group.home and g.role is not Role.PROMPTS]
         move_s = len(listed(position[0])) * self._page_s(group.home)
-        if not groups or move_s > position[1] * group.prompt_s:
+        if move_s > position[1] * group.prompt_s or not self._move(request, source, groups):
             return False
-        reserved = self._reserve(request, groups, group.home, position[1])
-        if reserved is None:
-            return False
-        transit = self._transits[request] = MovingSequence(request, source, *reserved)
-        batch.hold(request)
-        self._send(transit)
         self._counts.evictions += 1
         return True
 

@@ -21,7 +21,7 @@ again. One that needs more of the running step's outputs, or whose masks take lo
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
@@ -49,36 +49,41 @@ LEAST_AHEAD = 3
 Settle = Callable[["SequenceBatch", StepDone, OutputRows], Sequence[ActiveRequest]]
 
 
+@dataclass(frozen=True)
+class BatchConfig:
+    """Common to the microbatches of an engine."""
+
+    settle: Settle
+    counts: Counts
+    sight: Sight | None = None
+    is_caching: bool = True
+    # True if something reads step inputs.
+    is_filled: bool = True
+    # Called, from any thread, when a sequence need not wait for its mask any more.
+    on_masks: Callable[[], None] = lambda: None
+
+
 class SequenceBatch:
     def __init__(
         self,
         number: int,
         shape: Shape,
         steps: Steps,
-        settle: Settle,
-        counts: Counts,
-        sight: Sight | None = None,
-        is_caching: bool = True,
+        config: BatchConfig,
         pool: PagePool | None = None,
-        is_filled: bool = True,
-        on_masks: Callable[[], None] = lambda: None,
         evict: Callable[[ActiveRequest], bool] = lambda request: False,
         can_give: bool = False,
     ) -> None:
-        """`is_filled`: something reads step inputs. `can_give`: masks may follow an ordered step.
-
-        `on_masks` is called, from any thread, when a sequence need not wait for its mask any more.
-        """
-        self.number, self._shape, self._steps, self._settle = number, shape, steps, settle
-        self._counts, self._sight, self._on_masks, self._evict = counts, sight, on_masks, evict
-        self._can_give = can_give
+        """`can_give`: masks may follow an ordered step."""
+        self.number, self._shape, self._steps, self._config = number, shape, steps, config
+        self._counts, self._sight, self._evict, self._can_give = config.counts, config.sight, evict, can_give
         # Whether a sequence may read a token again.
         self._can_repeat, self._step_s = shape.is_flat and not shape.has_rows, 0.0
         self._evicted: set[SeatedSequence] = set()
-        self._is_caching = is_caching and shape.is_paged
+        self._is_caching = config.is_caching and shape.is_paged
         self._is_shared = pool is not None
         self.pool = pool or PagePool(shape.pool_tokens // PAGE, self._is_caching, shape.windows)
-        self._inputs = StepInputs(shape, sight) if is_filled else None
+        self._inputs = StepInputs(shape, config.sight) if config.is_filled else None
         self._num_edits, self._max_edits = 0, max_edits(shape.rows, shape.vocab_size)
         self._part_sizes = shape.part_sizes
         # With pages, and waiting; in arrival order.
@@ -263,7 +268,7 @@ class SequenceBatch:
                     self._pass_by(sequence)
         if self._guides:
             waiting = (guide for request, guide in self._guides.items() if not self._is_running(request))
-            prepare_masks(waiting, self._on_masks, PATIENCE_S if self._shape.is_flat else None)
+            prepare_masks(waiting, self._config.on_masks, PATIENCE_S if self._shape.is_flat else None)
         planned = self._plan()
         if not planned:  # empty, or all wait for a picture or a running step
             return self._look()
@@ -295,7 +300,7 @@ class SequenceBatch:
         found = [part.guide if part.sequence in seated else None for part in parts]
         # The step runs meanwhile, about as long as the last one did.
         patience_s = max(PATIENCE_S, self._step_s) if self._can_repeat else None
-        prepare_masks(filter(None, found), self._on_masks, patience_s)
+        prepare_masks(filter(None, found), self._config.on_masks, patience_s)
         for at, (number, guide) in enumerate(zip(step.guided, found, strict=True)):
             if guide is not None and not guide.is_ready:
                 sequence, found[at] = step.parts[number].sequence, None
@@ -309,7 +314,7 @@ class SequenceBatch:
             assert self._looking.seen is not None, "only who sees looks"
             self._looking.seen.take(done.outputs["image"])
             self._looking = None
-            return self._settle(self, done, ())
+            return self._config.settle(self, done, ())
         ended, looked_at, seated = self._started.popleft(), [], self._by_request
         self._step_s = done.seconds
         self.pool.filled(ended.published)
@@ -328,7 +333,7 @@ class SequenceBatch:
                 self.num_unanswered -= 1
             if is_due or request.wants_prompt:
                 looked_at.append((number if self._shape.is_flat else sequence.row, request))
-        left = self._settle(self, done, looked_at)
+        left = self._config.settle(self, done, looked_at)
         for request in left:
             self.leave(request)
         if self._is_caching:

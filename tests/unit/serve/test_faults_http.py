@@ -17,7 +17,7 @@ import http_factory
 from bad_clients import BadClients, Counts
 from serving_factory import ToyStepper, service_of
 from tessera.serve.limits import HttpLimits
-from tessera.serve.load import LoadOptions, LoadRun, figures, measure, parse_address
+from tessera.serve.load import LoadOptions, LoadRun, figures, measure
 from tessera.serve.metrics import Metrics
 from tessera.serve.openai.read import Endpoint, ModelCard
 from tessera.serve.records import Shape
@@ -47,7 +47,7 @@ async def _meet(url: str) -> tuple[Counts, LoadRun]:
     bad = BadClients(url, "toy", max_tokens=150)
     running = asyncio.create_task(bad.run(idle=300, slow=10, leave=4))
     await asyncio.wait_for(bad.is_up.wait(), 30.0)
-    good = await measure(parse_address(url), GOOD, lambda what: None)
+    good = await measure(url, GOOD, lambda what: None)
     running.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await running
@@ -98,6 +98,6 @@ def test_who_left_holds_no_row(met: Met) -> None:
 
 def test_the_server_goes_on(met: Met) -> None:
     """Afterwards the same load is answered as before."""
-    again = figures(asyncio.run(measure(parse_address(met.url), GOOD, lambda what: None)))
+    again = figures(asyncio.run(measure(met.url, GOOD, lambda what: None)))
 
     assert (GOOD.num_requests, 0, 0) == (again["completed"], again["errors"], again["verify"]["mixed_up"])

@@ -22,7 +22,6 @@ from tessera.serve.load import (
     figures,
     make_prompts,
     measure,
-    parse_address,
     send_times,
 )
 
@@ -31,7 +30,7 @@ def run(url: str, **load: Any) -> dict[str, Any]:
     """The figures of a small load."""
     wanted: dict[str, Any] = {"num_requests": 12, "concurrency": 4, "output_tokens": 5, "timeout_s": 10.0}
     load = wanted | load
-    return figures(asyncio.run(measure(parse_address(url), LoadOptions(**load), lambda what: None)))
+    return figures(asyncio.run(measure(url, LoadOptions(**load), lambda what: None)))
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
@@ -220,8 +219,7 @@ def test_a_wrong_key_ends_before_the_load() -> None:
 def test_the_key_goes_with_every_request() -> None:
     """An API key is sent as a bearer token."""
     with serving() as stub:
-        target = parse_address(stub.url + "/v1/", "secret")
-        asyncio.run(measure(target, LoadOptions(4, 2), lambda what: None))
+        asyncio.run(measure(stub.url + "/v1/", LoadOptions(4, 2), lambda what: None, "secret"))
 
     assert all("Authorization: Bearer secret\r\n" in head for head in stub.headers)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from load_factory import HEAD, answer, chunked, serving
 from tessera.errors import LoadError
-from tessera.serve.load import Generation, LoadOptions, LoadRun, measure, parse_address
+from tessera.serve.load import Generation, LoadOptions, LoadRun, measure
 
 BODY = (
     b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n: ping\n\nevent: x\r\n'
@@ -28,7 +28,7 @@ def ask(*wire: bytes | None) -> Generation | LoadError:
         return list(answer(asked)) if num < 3 else list(wire)
 
     async def run(url: str) -> LoadRun:
-        return await measure(parse_address(url), LoadOptions(1, 1, timeout_s=10.0), lambda what: None)
+        return await measure(url, LoadOptions(1, 1, timeout_s=10.0), lambda what: None)
 
     with serving(handler) as stub:
         return asyncio.run(run(stub.url)).outcomes[0].answer

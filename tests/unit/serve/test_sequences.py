@@ -11,7 +11,7 @@ from tessera.execute.stepper import StepCall, StepDone
 from tessera.kernels import PAGE
 from tessera.serve.answer import ActiveRequest
 from tessera.serve.records import Ask, Counts, Shape
-from tessera.serve.sequences import SequenceBatch
+from tessera.serve.sequences import BatchConfig, SequenceBatch
 from tessera.serve.step_inputs import OutputRows, Steps
 from tessera.serve.text import ByteText
 
@@ -27,7 +27,7 @@ def batch_of(shape: Shape = WIDE, is_caching: bool = True) -> SequenceBatch:
         return ()
 
     steps = Steps.of(toy_plan("only", [0] * len(shape.sizes), shape))
-    return SequenceBatch(0, shape, steps, settle, Counts(), is_caching=is_caching)
+    return SequenceBatch(0, shape, steps, BatchConfig(settle, Counts(), is_caching=is_caching))
 
 
 def request_of(*prompt: int, max_tokens: int = 99) -> ActiveRequest:

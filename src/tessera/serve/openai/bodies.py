@@ -198,6 +198,10 @@ class _GenerationRequest(SampledFields, kw_only=True):
     response_format: ResponseFormat | None = None
     prompt_logprobs: NumTop | None = None
 
+    @property
+    def includes_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
     def __post_init__(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "only of use with stream: true")
@@ -221,6 +225,7 @@ class ChatRequest(_GenerationRequest, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.max_tokens = self.max_completion_tokens or self.max_tokens
         if self.top_logprobs is not None and not self.logprobs:
             raise invalid("top_logprobs", "only of use with logprobs: true")
         names = [tool.function.name for tool in self.tools or ()]

@@ -78,39 +78,39 @@ class Endpoint:
     grammars: GrammarCompiler | None = None
 
 
-class Draft(msgspec.Struct, frozen=True, tag=True):
-    """One request in tokens; a prompt far too long is cut."""
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """One request with its prompts in tokens; a prompt far too long is cut."""
 
+    request: bodies.ChatRequest | bodies.CompletionRequest
     prompts: tuple[tuple[int, ...], ...]
-    # Answers per prompt.
-    n: int
-    max_tokens: int | None
     sampling: Sampling
-    stop: tuple[str, ...]
-    stop_tokens: tuple[int, ...]
-    ignores_end: bool
-    min_tokens: int
-    is_chat: bool
-    is_stream: bool
-    includes_usage: bool
+    # Form of the answer, with the field that requested it; empty: any text.
+    grammar: str
+    place: str
     # By ask; empty without `echo`.
     echoes: tuple[str, ...] = ()
-    prompt_logprobs: int | None = None
     # Data URLs, in the order of their marks.
     urls: tuple[str, ...] = ()
-    # With the field that requested it; empty: any text.
-    grammar: str = ""
-    place: str = ""
     # Tools that the answer may call.
     tools: tuple[str, ...] = ()
-    model: str = ""
+
+    @property
+    def n(self) -> int:
+        """Answers per prompt."""
+        return self.request.n or 1
+
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.request, bodies.ChatRequest)
 
     @property
     def echoes_logprobs(self) -> bool:
         return bool(self.echoes) and self.sampling.logprobs is not None
 
 
-class EmbeddingDraft(msgspec.Struct, frozen=True, tag=True):
+@dataclass(frozen=True, slots=True)
+class EmbeddingDraft:
     inputs: tuple[tuple[int, ...], ...]
     is_base64: bool
     size: int | None
@@ -123,11 +123,9 @@ def read_chat(raw: bytes, card: ModelCard) -> Draft:
     shown = [_shown_tool(tool) for tool in (request.tools or () if tools else ())]
     prompt = tuple(card.text.chat(turns, shown, card.capacity, bodies.template_variables(request)))
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    most = request.max_completion_tokens or request.max_tokens
-    grammar, place = _form(request, tools)
     names = tuple(tool.function.name for tool in tools)
-    more = {"urls": tuple(urls), "tools": names, "model": request.model or ""}
-    return _draft(request, card, (prompt,), most, logprobs, grammar=grammar, place=place, **more)
+    sampling, form = _sampling(request, card, logprobs), _form(request, tools)
+    return Draft(request, (prompt,), sampling, *form, urls=tuple(urls), tools=names)
 
 
 def read_completion(raw: bytes, card: ModelCard) -> Draft:
@@ -141,10 +139,8 @@ def read_completion(raw: bytes, card: ModelCard) -> Draft:
         prompts.append(tokens)
         if request.echo and len(tokens) <= card.capacity:
             echoes += [given if isinstance(given, str) else card.text.decode(tokens)] * n
-    grammar, place = _form(request, ())
-    most, logprobs, more = request.max_tokens, request.logprobs, {"grammar": grammar, "place": place}
-    more["model"] = request.model or ""
-    return _draft(request, card, tuple(prompts), most, logprobs, echoes=tuple(echoes), **more)
+    sampling = _sampling(request, card, request.logprobs)
+    return Draft(request, tuple(prompts), sampling, *_form(request, ()), tuple(echoes))
 
 
 def _tokens(given: str | list[int], card: ModelCard, field: str) -> tuple[int, ...]:
@@ -294,32 +290,6 @@ def _part(part: bodies.MessagePart, mark: str, urls: list[str], number: int) -> 
     return mark
 
 
-def _draft(
-    request: bodies.ChatRequest | bodies.CompletionRequest,
-    card: ModelCard,
-    prompts: tuple[tuple[int, ...], ...],
-    max_tokens: int | None,
-    logprobs: int | None,
-    **more: Any,
-) -> Draft:
-    options = request.stream_options
-    return Draft(
-        prompts,
-        request.n or 1,
-        max_tokens,
-        _sampling(request, card, logprobs),
-        (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ()),
-        tuple(request.stop_token_ids or ()),
-        bool(request.ignore_eos),
-        request.min_tokens or 0,
-        isinstance(request, bodies.ChatRequest),
-        bool(request.stream),
-        bool(options and options.include_usage),
-        prompt_logprobs=request.prompt_logprobs,
-        **more,
-    )
-
-
 def _sampling(
     request: bodies.ChatRequest | bodies.CompletionRequest, card: ModelCard, logprobs: int | None
 ) -> Sampling:
@@ -376,8 +346,10 @@ async def make_asks(draft: Draft, endpoint: Endpoint, client: str) -> AskBatch:
     samplings = [replace(draft.sampling, seed=own) for own in seeds]
     notes = _prompt_logprobs(draft, prompts)
     most = most if notes is None else max(1, most)
-    ends = (draft.stop, draft.stop_tokens, draft.ignores_end, draft.min_tokens)
-    adapter = endpoint.card.names.index(draft.model) if draft.model else 0
+    request, stop = draft.request, draft.request.stop or ()
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    ends = (stops, tuple(request.stop_token_ids or ()), bool(request.ignore_eos), request.min_tokens or 0)
+    adapter = endpoint.card.names.index(request.model) if request.model else 0
     asks = [
         Ask(prompt, most, sampling, *ends, client, pictures, grammar, None if choice else notes, adapter)
         for prompt in prompts
@@ -402,13 +374,13 @@ async def _grammar(draft: Draft, endpoint: Endpoint) -> Grammar:
 
 def _prompt_logprobs(draft: Draft, prompts: Sequence[Sequence[int]]) -> int | None:
     """For the first answer only."""
-    wanted = [draft.prompt_logprobs, draft.sampling.logprobs if draft.echoes_logprobs else None]
+    wanted = [draft.request.prompt_logprobs, draft.sampling.logprobs if draft.echoes_logprobs else None]
     listed = [number for number in wanted if number is not None]
     if not listed:
         return None
     num = sum(map(len, prompts)) * (1 + max(listed))
     if num > MAX_NOTED:
-        field = "logprobs" if draft.prompt_logprobs is None else "prompt_logprobs"
+        field = "logprobs" if draft.request.prompt_logprobs is None else "prompt_logprobs"
         message = f"{field}: at most {MAX_NOTED:,} prompt logprobs per request, got {num:,}"
         raise ApiError(400, message, field, "invalid_value")
     return max(listed)
@@ -416,12 +388,12 @@ def _prompt_logprobs(draft: Draft, prompts: Sequence[Sequence[int]]) -> int | No
 
 def _max_tokens(draft: Draft, endpoint: Endpoint, prompts: Sequence[Sequence[int]]) -> int:
     longest = max(map(len, prompts))
-    most = draft.max_tokens
+    most = draft.request.max_tokens
     if most is None:
         room = max(1, endpoint.card.capacity - longest)  # 0 left: the prompt is refused below
         most = room if draft.is_chat else min(COMPLETION_TOKENS, room)
-    if draft.min_tokens > most:
-        message = f"min_tokens: must be at most max_tokens ({most}), got {draft.min_tokens}"
+    if (least := draft.request.min_tokens or 0) > most:
+        message = f"min_tokens: must be at most max_tokens ({most}), got {least}"
         raise ApiError(400, message, "min_tokens", "invalid_value")
     if longest + most <= endpoint.card.capacity:
         return most

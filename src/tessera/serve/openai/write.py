@@ -55,9 +55,9 @@ class Writer:
         prefix, kind = ("chatcmpl", "chat.completion") if is_chat else ("cmpl", "text_completion")
         self._head: Document = {
             "id": f"{prefix}-{secrets.token_hex(12)}",
-            "object": f"{kind}.chunk" if is_chat and self._draft.is_stream else kind,
+            "object": f"{kind}.chunk" if is_chat and self._draft.request.stream else kind,
             "created": int(time.time()),
-            "model": self._draft.model or card.model,
+            "model": self._draft.request.model or card.model,
             "system_fingerprint": FINGERPRINT,
         }
         # By choice: around the text of a chunk that has nothing else to say.
@@ -95,10 +95,10 @@ class Writer:
     @property
     def _says_nothing(self) -> bool:
         """True if only the prompt is wanted; the engine still generates one token."""
-        return self._draft.max_tokens == 0
+        return self._draft.request.max_tokens == 0
 
     def _prompt_notes(self, prompt: Sequence[Token]) -> Document:
-        most = self._draft.prompt_logprobs
+        most = self._draft.request.prompt_logprobs
         if most is None:
             return {}
         noted: list[msgspec.Raw | None] = [None]
@@ -174,7 +174,7 @@ class Writer:
         self, index: int, shown: Document, tokens: Sequence[Token] | None = None, reason: str | None = None
     ) -> bytes:
         chunk = {**self._head, "choices": [self._choice(index, shown, tokens, reason)]}
-        return _event(chunk | {"usage": None} if self._draft.includes_usage else chunk)
+        return _event(chunk | {"usage": None} if self._draft.request.includes_usage else chunk)
 
     def _choice(
         self, index: int, shown: Document, tokens: Sequence[Token] | None, reason: str | None
@@ -309,7 +309,7 @@ async def stream(service: AnswerService, batch: AskBatch, writer: Writer, send: 
         except (ApiError, TesseraError) as error:
             out += _event(api_error(error).document)
         else:
-            out += writer.usage_chunk(output_tokens) if batch.draft.includes_usage else b""
+            out += writer.usage_chunk(output_tokens) if batch.draft.request.includes_usage else b""
     await body(out + DONE, is_last=True)
 
 
