@@ -8,7 +8,7 @@ share; the dependency graph has the first MAX_LAUNCHES of a layer.
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,24 +39,6 @@ class Shown:
     plan: Plan
     timeline: Timeline
     verdict: str
-
-
-@dataclass(frozen=True, slots=True)
-class DrawnTrack:
-    name: str
-    is_link: bool
-    note: str
-    paths: Sequence[tuple[int, str, str]]
-
-
-@dataclass(frozen=True, slots=True)
-class DrawnTimeline:
-    tracks: Sequence[DrawnTrack]
-    # Marks are (position in percent, number).
-    unit: str
-    marks: Sequence[tuple[str, str]]
-    num_hidden: int = 0
-    columns: int = field(default=COLUMNS)
 
 
 def write_report(folder: Path, plans: Sequence[tuple[str, Shown]], path: Path) -> None:
@@ -155,21 +137,25 @@ def _lanes(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def _overview(timeline: Timeline, found: Sequence[figures.Track]) -> DrawnTimeline | None:
+def _overview(timeline: Timeline, found: Sequence[figures.Track]) -> dict[str, Any] | None:
+    """Devices, then the links with most spans."""
     total = figures.end_us(timeline)
     if not timeline.spans or total <= 0:
         return None
-    drawn = []
-    for track in _most_used(found):
-        busy = figures.percent(figures.utilisation(track, total))
-        drawn.append(DrawnTrack(track.name, track.is_link, busy, _columns(track.spans, total)))
-    return DrawnTimeline(drawn, *_axis(total), num_hidden=len(found) - len(drawn))
-
-
-def _most_used(found: Sequence[figures.Track]) -> list[figures.Track]:
-    """Devices first, then by number of spans."""
     kept = sorted(found, key=lambda t: (t.is_link, -len(t.spans)))[:MAX_TRACKS]
-    return [t for t in found if t in kept]
+    tracks = [
+        {
+            "name": track.name,
+            "is_link": track.is_link,
+            "note": figures.percent(figures.utilisation(track, total)),
+            "paths": _columns(track.spans, total),
+        }
+        for track in found
+        if track in kept
+    ]
+    unit, marks = _axis(total)
+    hidden = len(found) - len(tracks)
+    return {"tracks": tracks, "unit": unit, "marks": marks, "num_hidden": hidden, "columns": COLUMNS}
 
 
 def _columns(spans: Sequence[Span], total_us: float) -> list[tuple[int, str, str]]:
@@ -187,7 +173,7 @@ def _columns(spans: Sequence[Span], total_us: float) -> list[tuple[int, str, str
 
 def _cells(spans: Sequence[Span], total_us: float) -> list[tuple[int, int]]:
     """(colour, level) of every column; level 0 is idle."""
-    busy: list[dict[int, float]] = [{} for _ in range(COLUMNS)]
+    busy: list[dict[int, float]] = [{0: 0.0} for _ in range(COLUMNS)]
     for span in spans:
         left = max(0.0, span.start_us / total_us * COLUMNS)
         right = min(float(COLUMNS), span.stop_us / total_us * COLUMNS)
@@ -195,54 +181,43 @@ def _cells(spans: Sequence[Span], total_us: float) -> list[tuple[int, int]]:
         for column in range(int(left), min(COLUMNS, math.ceil(right))):
             part = min(right, column + 1) - max(left, column)
             busy[column][colour] = busy[column].get(colour, 0.0) + part
-    return [_column(column) for column in busy]
-
-
-def _column(busy: dict[int, float]) -> tuple[int, int]:
-    level = math.ceil(min(1.0, sum(busy.values())) * LEVELS - 1e-6)
-    return (max(busy, key=lambda colour: busy[colour]), level) if level > 0 else (0, 0)
+    levels = [math.ceil(min(1.0, sum(column.values())) * LEVELS - 1e-6) for column in busy]
+    return [(max(column, key=column.__getitem__), level) for column, level in zip(busy, levels, strict=True)]
 
 
 def _axis(total_us: float) -> tuple[str, list[tuple[str, str]]]:
+    """The unit, and marks as (position in percent, number)."""
     step = 10.0 ** math.floor(math.log10(total_us / 4))
     step *= next((k for k in (5, 2) if total_us / (step * k) >= 4), 1)
-    unit, name = _unit(total_us)
+    unit, name = (1.0, "us") if total_us < 1e4 else (1e3, "ms") if total_us < 1e7 else (1e6, "s")
     places = max(0, -math.floor(math.log10(step / unit) + 1e-9))
     # A number in the last twentieth would stick out.
     times = (n * step for n in range(math.floor(0.95 * total_us / step + 1e-9) + 1))
     return name, [(f"{100 * us / total_us:.2f}", f"{us / unit:,.{places}f}") for us in times]
 
 
-def _unit(us: float) -> tuple[float, str]:
-    return (1.0, "us") if us < 1e4 else (1e3, "ms") if us < 1e7 else (1e6, "s")
-
-
 def _dependencies(plan: Plan) -> list[dict[str, Any]]:
     lane = plan.lanes[figures.main_lane(plan)]
-    steps = list(enumerate(plan.graphs))[:MAX_STEPS]
-    return [_figure(graph, lane.placement.devices[step]) for step, graph in steps]
+    steps = list(zip(plan.graphs, lane.placement.devices, strict=True))[:MAX_STEPS]
+    return [_figure(graph, devices) for graph, devices in steps]
 
 
 def _figure(graph: Graph, devices: tuple[int, ...]) -> dict[str, Any]:
-    layer = layer_of(graph.trace)
-    launches = layer.launches if layer else tuple(range(len(graph.trace.launches)))
+    trace, layer = graph.trace, layer_of(graph.trace)
+    launches = layer.launches if layer else tuple(range(len(trace.launches)))
     shown, scope = launches[:MAX_LAUNCHES], layer.scope if layer else ""
+    inside = [trace.launches[launch].scope.removeprefix(scope).lstrip(".") for launch in shown]
+    names = [figures.short_name(trace.kernel_of(launch).name) for launch in shown]
     return {
-        "step": graph.trace.step,
+        "step": trace.step,
         "scope": scope,
         "num_launches": len(launches),
         "num_outside": sum(e.dst in set(shown) and e.src not in set(shown) for e in graph.edges),
         "width": WIDTH_PX,
         "height": LINE_PX * len(shown),
         "arcs": list(_arcs(graph, shown, devices)),
-        "lines": [_line(graph, launch, devices[launch], scope) for launch in shown],
+        "lines": list(zip((devices[launch] for launch in shown), names, inside, strict=True)),
     }
-
-
-def _line(graph: Graph, launch: int, device: int, scope: str) -> tuple[int, str, str]:
-    module = graph.trace.launches[launch].scope
-    inside = module[len(scope) :].lstrip(".") if scope and module.startswith(scope) else module
-    return device, figures.short_name(graph.trace.kernel_of(launch).name), inside
 
 
 def _arcs(graph: Graph, shown: tuple[int, ...], devices: tuple[int, ...]) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tessera.ir import Span, Timeline
 from tessera.ir.files import write_whole
-from tessera.report.figures import Track, rows, ticks, tracks
+from tessera.report.figures import rows, ticks, tracks
 
 DEVICES, LINKS, REQUESTS = 1, 2, 3
 NAMES = {DEVICES: "devices", LINKS: "links", REQUESTS: "requests"}
@@ -27,50 +27,36 @@ def _document(timeline: Timeline, beside: Timeline | None) -> Iterator[str]:
     about = json.dumps({"clock": timeline.clock.value, "made_by": "tessera"})
     yield f'{{"displayTimeUnit": "ns", "otherData": {about}, "traceEvents": [\n'
     separator = ""
-    events = _events(timeline) if beside is None else chain(_events(timeline), _shifted(_events(beside)))
-    for event in events:
+    for event in chain(_events(timeline), _events(beside, len(NAMES)) if beside else ()):
         yield separator + json.dumps(event)
         separator = ",\n"
     yield "\n]}\n"
 
 
-def _shifted(events: Iterator[Event]) -> Iterator[Event]:
-    """A second timeline has its own processes."""
-    for event in events:
-        moved = {**event, "pid": event["pid"] + len(NAMES)}
-        if moved.get("name") == "process_sort_index":
-            moved["args"] = {"sort_index": moved["pid"]}
-        yield moved
-
-
-def _events(timeline: Timeline) -> Iterator[Event]:
-    for pid, name in NAMES.items():
-        yield _name("process_name", pid, 0, f"{name} ({timeline.clock.value})")
-        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
+def _events(timeline: Timeline, offset: int = 0) -> Iterator[Event]:
+    """`offset`: processes of another timeline before it."""
+    for pid, name in enumerate(NAMES.values(), offset + 1):
+        yield _meta("process_name", pid, 0, name=f"{name} ({timeline.clock.value})")
+        yield _meta("process_sort_index", pid, 0, sort_index=pid)
     first_tid = 1
     for track in tracks(timeline):
-        row_of = rows(track.spans)
+        row_of, pid = rows(track.spans), offset + (LINKS if track.is_link else DEVICES)
         num = max(row_of, default=0) + 1
-        yield from _threads(track, first_tid, num)
+        for tid in range(first_tid, first_tid + num):
+            yield _meta("thread_name", pid, tid, name=track.name)
+            yield _meta("thread_sort_index", pid, tid, sort_index=tid)
         for row, span in zip(row_of, track.spans, strict=True):
-            yield _slice(_pid(track), first_tid + row, span)
+            yield _slice(pid, first_tid + row, span)
         first_tid += num
-    yield from _requests(timeline)
+    for request, arrival_us, done_us in timeline.requests:
+        about = {"cat": "request", "id": request, "tid": 0, "name": f"request {request}"}
+        event = {**about, "pid": offset + REQUESTS}
+        yield {**event, "ph": "b", "ts": ticks(arrival_us) / 1000, "args": {"request": request}}
+        yield {**event, "ph": "e", "ts": ticks(done_us) / 1000}
 
 
-def _pid(track: Track) -> int:
-    return LINKS if track.is_link else DEVICES
-
-
-def _name(kind: str, pid: int, tid: int, name: str) -> Event:
-    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
-
-
-def _threads(track: Track, first_tid: int, num: int) -> Iterator[Event]:
-    for tid in range(first_tid, first_tid + num):
-        yield _name("thread_name", _pid(track), tid, track.name)
-        index = {"sort_index": tid}
-        yield {"ph": "M", "name": "thread_sort_index", "pid": _pid(track), "tid": tid, "args": index}
+def _meta(kind: str, pid: int, tid: int, **about: str | int) -> Event:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": about}
 
 
 def _slice(pid: int, tid: int, span: Span) -> Event:
@@ -85,10 +71,3 @@ def _slice(pid: int, tid: int, span: Span) -> Event:
         "dur": (stop - start) / 1000,
         "args": {"request": span.request, "microbatch": span.microbatch},
     }
-
-
-def _requests(timeline: Timeline) -> Iterator[Event]:
-    for request, arrival_us, done_us in timeline.requests:
-        event = {"cat": "request", "id": request, "pid": REQUESTS, "tid": 0, "name": f"request {request}"}
-        yield {**event, "ph": "b", "ts": ticks(arrival_us) / 1000, "args": {"request": request}}
-        yield {**event, "ph": "e", "ts": ticks(done_us) / 1000}
