@@ -22,7 +22,6 @@ warning that says why. Workers end with the model, with `torch._dynamo.reset()`,
 import threading
 import warnings
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -116,7 +115,8 @@ Waiting = tuple[Call, Future[RunResult]]
 class Workers:
     """Calls that arrive from several threads while others run are run together."""
 
-    live: ClassVar["OrderedDict[int, weakref.ref[Workers]]"] = OrderedDict()
+    # The least recently used first.
+    live: ClassVar["weakref.WeakValueDictionary[int, Workers]"] = weakref.WeakValueDictionary()
     live_lock = threading.RLock()
 
     def __init__(self, plan: Plan, weights: Tensors) -> None:
@@ -138,6 +138,7 @@ class Workers:
 
     def close(self) -> None:
         with self._turn:
+            self.live.pop(id(self), None)
             if self._end is not None:
                 self._end()
             self._stepper, self._end = None, None
@@ -166,33 +167,20 @@ class Workers:
         with self.live_lock:
             self.live.pop(id(self), None)
             if self._stepper is None:
-                self._make_room()
+                for other in list(self.live.values())[: max(0, len(self.live) - MAX_ENGINES + 1)]:
+                    if other._turn.acquire(blocking=False):
+                        other.close()
+                        other._turn.release()
                 made = WorkerStepper([self.plan], self._weights, max_failures=MAX_FAILURES)
                 self._stepper = made.__enter__()
-                self._end = weakref.finalize(self, _stop, self._stepper, id(self), self.live)
-            self.live[id(self)] = weakref.ref(self)
+                self._end = weakref.finalize(self, made.__exit__, None, None, None)
+            self.live[id(self)] = self
             return self._stepper
-
-    def _make_room(self) -> None:
-        for key, known in list(self.live.items())[: max(0, len(self.live) - MAX_ENGINES + 1)]:
-            other = known()
-            if other is None or other._turn.acquire(blocking=False):
-                self.live.pop(key, None)
-                if other is not None:
-                    other.close()
-                    other._turn.release()
-
-
-def _stop(stepper: WorkerStepper, key: int, live: "OrderedDict[int, weakref.ref[Workers]]") -> None:
-    live.pop(key, None)
-    stepper.__exit__(None, None, None)
 
 
 def close_all() -> None:
-    for known in list(Workers.live.values()):
-        workers = known()
-        if workers is not None:
-            workers.close()
+    for workers in list(Workers.live.values()):
+        workers.close()
 
 
 __all__ = ["MAX_ENGINES", "Compiled", "Options", "backend", "close_all"]

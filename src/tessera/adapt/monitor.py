@@ -49,30 +49,25 @@ class PlannedLane(Protocol):
 
 class MeasuredSteps:
     def __init__(self) -> None:
-        self._seen: dict[tuple[int, int], dict[str, tuple[float, int]]] = {}
         self._planned: dict[tuple[int, int], dict[str, Planned]] = {}
+        # Steps planned alike are one observation: seconds, and number of runs.
+        self._totals: dict[tuple[str, Planned], tuple[float, int]] = {}
 
     def add(self, lane: PlannedLane, step: int, busy_s: Mapping[str, float]) -> None:
         key = (lane.number, step)
         if key not in self._planned:
             self._planned[key] = planned_us(lane.plan, lane.index, step)
-        seen = self._seen.setdefault(key, {})
         for device, seconds in busy_s.items():
-            total, num = seen.get(device, (0.0, 0))
-            seen[device] = (total + seconds, num + 1)
+            if planned := self._planned[key].get(device):
+                total, num = self._totals.get((device, planned), (0.0, 0))
+                self._totals[device, planned] = (total + seconds, num + 1)
 
     def take(self) -> dict[str, list[tuple[dict[str, float], float]]]:
         """Device -> (planned microseconds by kernel, mean measured total)."""
-        totals: dict[tuple[str, Planned], tuple[float, int]] = {}
-        for key, devices in self._seen.items():
-            for device, (seconds, num) in devices.items():
-                if planned := self._planned[key].get(device):  # steps planned alike are one observation
-                    before_s, runs = totals.get((device, planned), (0.0, 0))
-                    totals[device, planned] = (before_s + seconds, runs + num)
-        self._seen.clear()
         observations: dict[str, list[tuple[dict[str, float], float]]] = {}
-        for (device, planned), (seconds, num) in totals.items():
+        for (device, planned), (seconds, num) in self._totals.items():
             observations.setdefault(device, []).append((dict(planned), seconds / num * 1e6))
+        self._totals.clear()
         return observations
 
 
@@ -179,9 +174,13 @@ class Monitor:
             chosen = min(self.capabilities, key=lambda policy: expected(policy, 0.0))
             if chosen is now or (is_over and chosen.capacity_per_s <= now.capacity_per_s):
                 continue
-            price = 0.0
-            if not is_over:
-                price = self._price(chosen.usual(load), load, num_requests, switch_s, seconds)
+            # Requests present that the switch adds. By Little's law each one stays for requests present
+            # over arrivals per second.
+            price, usual = 0.0, chosen.usual(load)
+            if not is_over and switch_s is None:
+                price = self._config.switch_cost * usual * usual / max(load * seconds, usual)
+            elif not is_over and switch_s is not None:
+                price = num_requests * switch_s / seconds
             ends = (-self._config.errors, self._config.errors)
             if all(self._config.least_gain * expected(chosen, e) + price < expected(now, e) for e in ends):
                 self._use(chosen.name, now_s)
@@ -195,15 +194,6 @@ class Monitor:
 
     def _use(self, policy: str, now_s: float) -> None:
         self.current, self._settled_s = policy, now_s + self._config.dwell_windows * self.window_s
-
-    def _price(
-        self, usual: float, load: float, num_requests: int, switch_s: float | None, seconds: float
-    ) -> float:
-        """Requests present that a switch adds, over a horizon."""
-        if switch_s is not None:
-            return num_requests * switch_s / seconds
-        # By Little's law each one stays for requests present over arrivals per second.
-        return self._config.switch_cost * usual * usual / max(load * seconds, usual)
 
     def drifted(self, now_s: float) -> tuple[Factors, float] | None:
         self.begin(now_s)

@@ -111,7 +111,15 @@ def _attend(
 ) -> torch.Tensor:
     kind = choose(query, key, value, attn_mask, enable_gqa)
     if kind == "flash":
-        return _flash(query, key, value, dropout_p, is_causal, scale)
+        width = query.shape[-1]
+        missing = -width % FLASH_ALIGNMENT
+        if missing:
+            query, key, value = (torch.nn.functional.pad(t, (0, missing)) for t in (query, key, value))
+        chosen = scale if scale is not None else 1.0 / math.sqrt(width)
+        results = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=chosen
+        )
+        return results[0][..., :width] if missing else results[0]  # type: ignore[no-any-return]
     if kind == "cudnn" and attn_mask is not None:
         # Without the softmax sums the operator returns None there on a GPU only.
         results = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -153,26 +161,6 @@ def choose(
     if is_few and same_width and query.shape[-1] <= MAX_CUDNN_HEAD and query.shape[-1] % alignment == 0:
         return "cudnn"
     return "efficient" if query.shape[-1] % alignment == 0 == value.shape[-1] % alignment else "math"
-
-
-def _flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-) -> torch.Tensor:
-    width = query.shape[-1]
-    missing = -width % FLASH_ALIGNMENT
-    if missing:
-        query, key, value = (torch.nn.functional.pad(t, (0, missing)) for t in (query, key, value))
-    chosen = scale if scale is not None else 1.0 / math.sqrt(width)
-    results = torch.ops.aten._scaled_dot_product_flash_attention(
-        query, key, value, dropout_p, is_causal, False, scale=chosen
-    )
-    out: torch.Tensor = results[0]
-    return out[..., :width] if missing else out
 
 
 def _additive(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:

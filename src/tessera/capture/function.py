@@ -418,7 +418,8 @@ def _as_step(function: FunctionCall, given: Given) -> FunctionWorkload:
         is_own = first.keys() == given.inputs.keys()
         return dict(first) if is_own else {name: example[name].clone() for name in given.inputs}
 
-    step = Step(_name_of(function.fn), KIND, _batch(given.tensors), 1)
+    batch = next((int(t.shape[0]) for t in given.tensors if t.dim() and t.shape[0]), 1)
+    step = Step(_name_of(function.fn), KIND, batch, 1)
     return FunctionWorkload(
         step=step,
         module=function.module,
@@ -436,7 +437,3 @@ def _name_of(fn: Callable[..., Any]) -> str:
     owner = getattr(fn, "__self__", None)
     prefix = f"{type(owner).__name__}." if isinstance(owner, torch.nn.Module) else ""
     return prefix + getattr(fn, "__name__", type(fn).__name__)
-
-
-def _batch(tensors: Sequence[torch.Tensor]) -> int:
-    return next((int(t.shape[0]) for t in tensors if t.dim() and t.shape[0]), 1)

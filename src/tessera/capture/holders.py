@@ -34,6 +34,8 @@ from tessera.capture.operators import fail, is_program, is_users, is_wrapper, pa
 MAX_DEPTH = 6
 MAX_VALUES = 200_000
 _PLAIN = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size)
+_LEAVES = (*_PLAIN, float, complex, torch.Tensor, types.ModuleType)
+_OPAQUE = (*_LEAVES, type, types.BuiltinFunctionType)
 _CLOSED = ("torch", "logging", "threading", "weakref", "concurrent", "asyncio", "re", "typing")
 _MISSING = object()
 _TORCHS = frozenset(vars(torch.nn.Module())) - {"training"}
@@ -86,7 +88,7 @@ class Finder:
         if isinstance(value, torch.optim.Optimizer):
             self.optimizers[name] = value
             return
-        if depth > MAX_DEPTH or _is_plain(value) or id(value) in self._seen:
+        if depth > MAX_DEPTH or isinstance(value, _OPAQUE) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
         if isinstance(value, torch.nn.Module):
@@ -127,11 +129,6 @@ class Finder:
 
 def _join(one: str, other: str) -> str:
     return f"{one}.{other}" if one and other else one or other
-
-
-def _is_plain(value: Any) -> bool:
-    kinds = (str, bytes, int, float, complex, type, types.ModuleType, types.BuiltinFunctionType, torch.device)
-    return value is None or isinstance(value, kinds)
 
 
 Item = tuple[str, Any, Any, Any]
@@ -356,7 +353,9 @@ class _PySearch:
         self._known: dict[int, Any] = {}  # keeps ids from being reused
 
     def look(self, name: str, value: Any, depth: int) -> None:
-        if depth > MAX_DEPTH or id(value) in self._known or len(self.values) > MAX_VALUES or _is_leaf(value):
+        if depth > MAX_DEPTH or isinstance(value, _LEAVES):
+            return
+        if id(value) in self._known or len(self.values) > MAX_VALUES:
             return
         self._known[id(value)] = value
         if isinstance(value, memoryview):
@@ -462,10 +461,6 @@ def _slots(kind: type) -> Iterator[str]:
     named = vars(kind).get("__slots__", ())
     if kind.__module__.partition(".")[0] not in (*_CLOSED, "builtins"):
         yield from [s for s in ([named] if isinstance(named, str) else named) if not s.startswith("__")]
-
-
-def _is_leaf(value: Any) -> bool:
-    return isinstance(value, (*_PLAIN, float, complex, torch.Tensor, types.ModuleType))
 
 
 def _is_data(value: Any) -> bool:

@@ -55,7 +55,7 @@ def compiling_for(arch: int) -> Iterator[None]:
     compiler = _driver(GPUTarget("cuda", arch, 32))
     with (
         unittest.mock.patch.object(driver, "_active", compiler, create=True),
-        unittest.mock.patch.object(CompiledKernel, "_init_handles", _nothing),
+        unittest.mock.patch.object(CompiledKernel, "_init_handles", return_value=None),
     ):
         yield
 
@@ -118,10 +118,6 @@ def _interface(card: SimpleNamespace) -> Iterator[None]:
     table = device_interface.device_interfaces
     with unittest.mock.patch.dict(table, {n: interface for n in table if n.split(":")[0] == "cuda"}):
         yield
-
-
-def _nothing(_: Any) -> None:
-    pass
 
 
 def _replacements(card: SimpleNamespace) -> list[tuple[Any, str, Any]]:

@@ -125,21 +125,6 @@ def _launch(
     grid: Sequence[int],
     mutated: frozenset[str],
 ) -> OwnLaunch:
-    params = [n for n, kind in signature.items() if kind != "constexpr"]
-
-    kernel = _kernel(compiled, function, signature, constants)
-    return OwnLaunch(
-        kernel,
-        tuple(given[n] for n in params),
-        (int(grid[0]), int(grid[1]), int(grid[2])),
-        block_of(kernel),
-        mutated=frozenset(i for i, n in enumerate(params) if n in mutated),
-    )
-
-
-def _kernel(
-    compiled: Any, function: Any, signature: Mapping[str, str], constants: Mapping[str, Any]
-) -> Kernel:
     metadata = compiled.metadata
     ptx = getattr(compiled, "asm", {}).get("ptx")
     if not ptx:
@@ -147,7 +132,7 @@ def _kernel(
             f"Triton kernel {metadata.name} has no PTX",
             "Switch Inductor's static launcher off and empty its cache.",
         )
-    return Kernel(
+    kernel = Kernel(
         metadata.name,
         Origin.TRITON,
         ptx=ptx,
@@ -157,6 +142,14 @@ def _kernel(
         num_warps=int(metadata.num_warps),
         num_stages=int(getattr(metadata, "num_stages", 0)),
         shared_bytes=int(metadata.shared),
+    )
+    params = [n for n, kind in signature.items() if kind != "constexpr"]
+    return OwnLaunch(
+        kernel,
+        tuple(given[n] for n in params),
+        (int(grid[0]), int(grid[1]), int(grid[2])),
+        block_of(kernel),
+        mutated=frozenset(i for i, n in enumerate(params) if n in mutated),
     )
 
 

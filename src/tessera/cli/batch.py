@@ -60,7 +60,10 @@ def batch(
     """
     started, requests = time.perf_counter(), _requests(source)
     with output.open("ab+") as out:
-        _lock(out, output)
+        try:
+            fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise TesseraError("another batch writes to this file", "Wait for it.", str(output)) from None
         done = _done(out, output)
         rest = [request for name, request in requests.items() if name not in done]
         counts = {"failed": 0, "prompt_tokens": 0, "output_tokens": 0}
@@ -77,13 +80,6 @@ def batch(
         output=output,
         **counts,
     )
-
-
-def _lock(out: BinaryIO, path: Path) -> None:
-    try:
-        fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise TesseraError("another batch writes to this file", "Wait for it.", str(path)) from None
 
 
 def _requests(path: Path) -> dict[str, dict[str, Any]]:

@@ -110,8 +110,21 @@ def demo(
         advance(f"planning {FULL_MODEL}, in a second process since the start")
         planned = full.result()
     files = _write(planned.plan, small, output)
-    seconds = round(time.perf_counter() - started, 1)
-    run = _record(planned, small, files, seconds)
+    names, measured = small.plan.cluster.names, small.measured
+    run = DemoRun(
+        headline=plan_model.model_figures(planned),
+        verified=small.served.verified and small.verified,
+        model=MODEL,
+        devices=names,
+        requests=NUM_REQUESTS,
+        service=small.served,
+        plans={small.plan.policy: plan_figures(small.plan)},
+        measured={
+            small.plan.policy: {"overlap": overlap(measured), "shares": shares(names, measured.busy_us())}
+        },
+        files=files,
+        seconds=round(time.perf_counter() - started, 1),
+    )
     return Illustrated(run, tuple(_story(run, small.plan)))
 
 
@@ -231,27 +244,6 @@ def _write(full: ServicePlan | Plan, divided: SmallRuns, output: Path) -> dict[s
     shown = Shown(divided.plan, run, explain(divided.plan).verdict)
     write_report(output, [(MODEL, shown)], files["page"])
     return {name: str(path) for name, path in files.items()}
-
-
-def _record(planned: "PlannedModel", small: SmallRuns, files: dict[str, str], seconds: float) -> DemoRun:
-    names, policy = small.plan.cluster.names, small.plan.policy
-    return DemoRun(
-        headline=plan_model.model_figures(planned),
-        verified=small.served.verified and small.verified,
-        model=MODEL,
-        devices=names,
-        requests=NUM_REQUESTS,
-        service=small.served,
-        plans={policy: plan_figures(small.plan)},
-        measured={
-            policy: {
-                "overlap": overlap(small.measured),
-                "shares": shares(names, small.measured.busy_us()),
-            }
-        },
-        files=files,
-        seconds=seconds,
-    )
 
 
 def _story(run: DemoRun, divided: Plan) -> Iterator[RenderableType | Record]:

@@ -213,7 +213,16 @@ def _check_plot(devices: tuple[Device, ...]) -> None:
 
 
 def measure_links(devices: Sequence[Device], path: Path, transport: str) -> tuple[LinkFit, ...]:
-    _check(devices)
+    if len(devices) < 2:
+        message = f"a link joins two devices; {len(devices)} was named"
+        raise TesseraError(message, "Name two or more, such as cpu,cpu or cuda:0,cuda:1.", "--links")
+    for device in devices:
+        if not needs_measuring(device):
+            raise TesseraError(
+                f"{device.name} stands for a GPU that is not here: nothing joins it",
+                "Name its link when planning: tessera plan --link pcie4.",
+                "--links",
+            )
     fits: list[LinkFit] = []
     pairs = list(combinations(devices, 2))
     with progress("measuring links", len(pairs)) as advance:
@@ -228,19 +237,6 @@ def measure_links(devices: Sequence[Device], path: Path, transport: str) -> tupl
                 fits.append(replace(fit, fetch_gbps=gbps, fetch_slowdown=slowdown))
             keep_links(path, fits[-2:])
     return tuple(fits)
-
-
-def _check(devices: Sequence[Device]) -> None:
-    if len(devices) < 2:
-        message = f"a link joins two devices; {len(devices)} was named"
-        raise TesseraError(message, "Name two or more, such as cpu,cpu or cuda:0,cuda:1.", "--links")
-    for device in devices:
-        if not needs_measuring(device):
-            raise TesseraError(
-                f"{device.name} stands for a GPU that is not here: nothing joins it",
-                "Name its link when planning: tessera plan --link pcie4.",
-                "--links",
-            )
 
 
 def store_at(path: Path | None, any_clock: bool = False) -> partial[Store]:
@@ -276,10 +272,18 @@ def measure_device(
             raise DeviceGone(message, error.remedy, str(kept.args[0])) from error
 
 
-def remarks(found: dict[str, Measured], sums: dict[str, Reconciled]) -> tuple[str, ...]:
+def remarks(devices: dict[str, Measured], sums: dict[str, Reconciled]) -> tuple[str, ...]:
     said: list[str] = []
-    for name, measured in found.items():
-        said += [*measured.notes, *sums[name].notes, *_gap(name, sums[name])]
+    for name, measured in devices.items():
+        found = sums[name]
+        said += [*measured.notes, *found.notes]
+        if found.whole_us is not None:
+            share = found.whole_us / found.sum_us - 1 if found.sum_us else 0.0
+            said.append(
+                f"{name}: the launches add up to {found.sum_us:.0f} us, the whole step takes "
+                f"{found.whole_us:.0f} us ({share:+.1%}); measured launches were multiplied by "
+                f"{found.scale:.3f}"
+            )
         for missed in measured.missed[:5]:
             said.append(
                 f"{name}: launch {missed.launches[0]} ({missed.kernel}; {len(missed.launches)} alike) was "
@@ -288,13 +292,3 @@ def remarks(found: dict[str, Measured], sums: dict[str, Reconciled]) -> tuple[st
         if len(measured.missed) > 5:
             said.append(f"{name}: {len(measured.missed) - 5} more kinds of launch were not timed; see --json")
     return tuple(said)
-
-
-def _gap(name: str, found: Reconciled) -> list[str]:
-    if found.whole_us is None:
-        return []
-    share = found.whole_us / found.sum_us - 1 if found.sum_us else 0.0
-    return [
-        f"{name}: the launches add up to {found.sum_us:.0f} us, the whole step takes {found.whole_us:.0f} us "
-        f"({share:+.1%}); measured launches were multiplied by {found.scale:.3f}"
-    ]

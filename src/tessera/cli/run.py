@@ -17,6 +17,7 @@ from tessera.cli.output import HIDDEN, Record, option, progress, shown
 from tessera.cli.remote import MeetingOptions, gathered, plans_digest, serve_rank
 from tessera.errors import MismatchError, TesseraError
 from tessera.ir import BufferKind, DeviceKind, Plan, Timeline, Trace, load
+from tessera.profile import parse_devices
 from tessera.report import write_perfetto
 
 if TYPE_CHECKING:
@@ -134,7 +135,9 @@ def run(
 ) -> RunReport | None:
     """Run requests through a plan, one worker process per device."""
     plans, place = [load(Plan, path) for path in plan], str(plan[0])
-    _check_devices(plans[0], devices, place)
+    if devices is not None and parse_devices(devices) != plans[0].cluster.devices:
+        message = f"the plan was made for {','.join(plans[0].cluster.names)}, not for {devices}"
+        raise MismatchError(message, f"Plan again with --devices {devices}.", place)
     started = time.perf_counter()
     total = requests * (2 if verify else 1) + 1
     options: dict[str, Any] = {"transport": transport, "timeout_s": timeout}
@@ -235,15 +238,6 @@ def _report(
         seconds=round(time.perf_counter() - started, 3),
         place=place,
     )
-
-
-def _check_devices(plan: Plan, devices: str | None, place: str) -> None:
-    if devices is not None:
-        from tessera.profile import parse_devices
-
-        if parse_devices(devices) != plan.cluster.devices:
-            message = f"the plan was made for {','.join(plan.cluster.names)}, not for {devices}"
-            raise MismatchError(message, f"Plan again with --devices {devices}.", place)
 
 
 def is_equal(reference: "ReferenceRun", result: "RunResult") -> bool:

@@ -177,8 +177,16 @@ def simulate_service(
     from tessera.serve.rehearse import Played, play, rehearse
 
     plan = plans[0]
-    _check_alike(plans)
-    _check_devices(plan, faults)
+    if len({plan.policy for plan in plans}) < len(plans):
+        raise MismatchError(
+            f"both plans follow the policy {plan.policy}", "Plan them with different --policy."
+        )
+    if any(other.cluster != plan.cluster for other in plans):
+        raise MismatchError("the plans are for different devices", "Plan both for the same devices.")
+    for device in (*(loss.device for loss in faults.losses), *(name for name, _, _ in faults.slowdowns)):
+        if device not in plan.cluster.names:
+            known = ", ".join(plan.cluster.names)
+            raise ArrivalsError(f"the plan has no device '{device}'", f"Its devices: {known}.")
     if arrivals is None:
         clients = plan.expected.clients if plan.expected else None
         played = Played(rehearse(plan, plan.load, clients, seed), plan.policy)
@@ -200,21 +208,6 @@ def simulate_service(
         num_restarted=played.num_restarted,
         decisions=played.decisions,
     )
-
-
-def _check_alike(plans: Sequence[ServicePlan]) -> None:
-    names = [plan.policy for plan in plans]
-    if len(set(names)) < len(names):
-        raise MismatchError(f"both plans follow the policy {names[0]}", "Plan them with different --policy.")
-    if any(plan.cluster != plans[0].cluster for plan in plans):
-        raise MismatchError("the plans are for different devices", "Plan both for the same devices.")
-
-
-def _check_devices(plan: ServicePlan, faults: Faults) -> None:
-    for device in (*(loss.device for loss in faults.losses), *(name for name, _, _ in faults.slowdowns)):
-        if device not in plan.cluster.names:
-            known = ", ".join(plan.cluster.names)
-            raise ArrivalsError(f"the plan has no device '{device}'", f"Its devices: {known}.")
 
 
 def simulate_steps(

@@ -14,7 +14,7 @@ from tessera.capture import place_of
 from tessera.cli.serve_options import ServeConfig, log_line, template_of
 from tessera.errors import TesseraError
 from tessera.execute.worker_stepper import MakeHub
-from tessera.ir import BufferKind, Cluster, DeviceKind, GroupSize, ServicePlan, load
+from tessera.ir import BufferKind, Cluster, DeviceKind, ServicePlan, load
 from tessera.kernels import PAGE
 from tessera.serve.background import PlannerProcess
 from tessera.serve.limits import read_keys
@@ -195,7 +195,11 @@ def lines_of(prepared: Prepared) -> tuple[str, str, str]:
 
 def _chosen(prepared: Prepared, plan: ServicePlan) -> str:
     when = f"captured in {prepared.capture_s:.1f} s" if prepared.capture_s else "as planned before"
-    groups = "; ".join(_said(group.size) for group in plan.groups)
+    groups = "; ".join(
+        f"{x.role} on {', '.join(x.devices)}, {x.microbatches} x {x.sequences} sequences, "
+        f"steps of up to {x.tokens:,} tokens"
+        for x in (group.size for group in plan.groups)
+    )
     homes = {group.plan.home: (group.pool_tokens - PAGE) // len(group.windows) for group in plan.groups}
     pages = " + ".join(f"{tokens:,}" for tokens in homes.values())
     least = min(prepared.model.shape.of_group(group).max_tokens for group in plan.groups)
@@ -205,13 +209,6 @@ def _chosen(prepared: Prepared, plan: ServicePlan) -> str:
         why = f" (no other policy is better by more than {COST_ERROR:.0%}: {', '.join(others)})"
     return (
         f"chosen: {plan.policy}{why}: {groups} ({when}), {pages} tokens in pages, a request up to {least:,}"
-    )
-
-
-def _said(size: GroupSize) -> str:
-    return (
-        f"{size.role} on {', '.join(size.devices)}, {size.microbatches} x {size.sequences} sequences, "
-        f"steps of up to {size.tokens:,} tokens"
     )
 
 

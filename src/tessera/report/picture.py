@@ -8,7 +8,7 @@ destination; weights and inputs do not count.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -174,7 +174,8 @@ def layer_picture(plan: Plan, lane: int, step: int) -> Picture:
     busy: dict[int, float] = defaultdict(float)
     for row in rows:
         busy[row.device] += row.us
-    leaving = _leaving(placed, frozenset(inside))
+    found, own = crossings(placed), frozenset(inside)
+    leaving = _joined(crossing for x, y, crossing in found if x in own and y not in own)
     columns = _columns(len(plan.cluster.devices), shown, leaving)
     return Picture(
         f"{layer.scope}, one of {layer.num_alike} alike" if layer else "the whole step: no layer repeats",
@@ -211,23 +212,16 @@ def _rows(placed: Placed, scope: str, launches: Sequence[int]) -> tuple[Row, ...
     arrivals: dict[int, list[Crossing]] = defaultdict(list)
     for _, reader, crossing in crossings(placed):
         arrivals[reader].append(crossing)
-    made: tuple[Row, ...] = ()
+    made: list[Row] = []
     for module in (full, child, lambda _: ""):
-        made = tuple(_merged(placed, launches, module, arrivals))
+        made = []
+        for (name, device), group in groupby(launches, key=lambda x: (module(x), placed.devices[x])):
+            times = {x: placed.costs.us(x, device) for x in group}
+            arrived = _joined(c for x in times for c in arrivals.get(x, ()))
+            made.append(Row(name, device, _kernels(trace, times), len(times), sum(times.values()), arrived))
         if len(made) <= MAX_ROWS:
             break
-    return made
-
-
-def _merged(
-    placed: Placed, launches: Iterable[int], module: Callable[[int], str], arrivals: dict[int, list[Crossing]]
-) -> Iterator[Row]:
-    for (name, device), group in groupby(launches, key=lambda x: (module(x), placed.devices[x])):
-        members = list(group)
-        times = {x: placed.costs.us(x, device) for x in members}
-        arrived = _joined(c for x in members for c in arrivals.get(x, ()))
-        text = _kernels(placed.graph.trace, times)
-        yield Row(name, device, text, len(members), sum(times.values()), arrived)
+    return tuple(made)
 
 
 def _kernels(trace: Trace, times: dict[int, float]) -> str:
@@ -263,14 +257,6 @@ def _joined(found: Iterable[Crossing]) -> tuple[Crossing, ...]:
     for crossing in found:
         total[crossing.src, crossing.dst] += crossing.num_bytes
     return tuple(Crossing(src, dst, num) for (src, dst), num in sorted(total.items()))
-
-
-def _leaving(placed: Placed, inside: frozenset[int]) -> tuple[Crossing, ...]:
-    return _joined(
-        crossing
-        for producer, reader, crossing in crossings(placed)
-        if producer in inside and reader not in inside
-    )
 
 
 def _elide(rows: tuple[Row, ...]) -> tuple[tuple[Row, ...], int]:

@@ -121,7 +121,8 @@ class HeldBody:
             message = "the body must be application/json: send the header 'Content-Type: application/json'"
             raise ApiError(415, message, code="unsupported_media_type")
         too_large = ApiError(413, f"a body of more than {most:,} bytes", code="request_too_large")
-        if _content_length(headers) > most:
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length) > most:
             raise too_large
         connection = scope.get("state", {}).get(CONNECTION)
         body, is_complete = bytearray(), False
@@ -144,11 +145,6 @@ class HeldBody:
             message = f"the body did not arrive within {self._limits.body_s:g} s"
             raise ApiError(408, message, code="timeout") from None
         self.raw = bytes(body)
-
-
-def _content_length(headers: Headers) -> int:
-    length = headers.get("content-length", "")
-    return int(length) if length.isdecimal() else 0
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

@@ -107,28 +107,20 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
-async def generate(
-    client: Client,
-    api: Api,
-    model: str,
-    prompt: str,
-    max_tokens: int,
-    ignores_end: bool,
-    fields: Mapping[str, Any],
-) -> Generation:
+async def _ask(client: Client, options: "LoadOptions", model: str, query: "Query") -> Generation:
     asked: dict[str, Any] = {"model": model, "temperature": 0.0, "stream": True}
     asked["stream_options"] = {"include_usage": True}
-    if ignores_end:
+    if options.ignores_end:
         asked["ignore_eos"] = True
-    if api == "chat":
+    path, most = "/v1/completions", query.max_tokens
+    if options.api == "chat":
         path = "/v1/chat/completions"
-        asked |= {"messages": [{"role": "user", "content": prompt}], "max_completion_tokens": max_tokens}
+        asked |= {"messages": [{"role": "user", "content": query.prompt}], "max_completion_tokens": most}
     else:
-        path = "/v1/completions"
-        asked |= {"prompt": prompt, "max_tokens": max_tokens}
+        asked |= {"prompt": query.prompt, "max_tokens": most}
     start_s = time.perf_counter()
     with _named():
-        async with client.session.post(client.base + path, json=asked | dict(fields)) as response:
+        async with client.session.post(client.base + path, json=asked | dict(options.fields)) as response:
             if response.status != 200:
                 raise LoadError(f"http {response.status}", _message(response.status, await response.read()))
             return await _read_stream(response, start_s)
@@ -315,11 +307,6 @@ async def measure(
     duration_s = time.perf_counter() - start_s
     outcomes.sort(key=lambda outcome: outcome.query.number)
     return LoadRun(options, model, tuple(outcomes), duration_s, num_cut, tuple(alone))
-
-
-async def _ask(client: Client, options: LoadOptions, model: str, query: Query) -> Generation:
-    asked = (query.prompt, query.max_tokens, options.ignores_end)
-    return await generate(client, options.api, model, *asked, options.fields)
 
 
 class _ModelCard(msgspec.Struct):

@@ -267,7 +267,8 @@ class SequenceBatch:
                 if sequence.read >= sequence.passes_at:
                     self._pass_by(sequence)
         if self._guides:
-            waiting = (guide for request, guide in self._guides.items() if not self._is_running(request))
+            seated = self._by_request
+            waiting = (guide for request, guide in self._guides.items() if not seated[request].num_running)
             prepare_masks(waiting, self._config.on_masks, PATIENCE_S if self._shape.is_flat else None)
         planned = self._plan()
         if not planned:  # empty, or all wait for a picture or a running step
@@ -356,9 +357,6 @@ class SequenceBatch:
             self._started[-1].released.extend(pages)
         else:
             self.pool.give_back(pages)
-
-    def _is_running(self, request: ActiveRequest) -> bool:
-        return self._by_request[request].num_running > 0
 
     def kind_of(self, step: int) -> str:
         return self._steps.names[step]

@@ -179,9 +179,9 @@ class FolderText:
         self._template = ChatTemplate(template) if template else None
         self._variables = {"tools": None, "documents": None, GENERATES: True, **named}
         # Longest first.
-        self._words = words[:MAX_WORDS]
-        self._marks = {word: chr(ord(FIRST) + number) for number, word in enumerate(self._words)}
-        self._marked = _marked(self._words)
+        self._marks = {word: chr(ord(FIRST) + number) for number, word in enumerate(words[:MAX_WORDS])}
+        self._words_by_mark = {mark: word for word, mark in self._marks.items()}
+        self._marked = _marked(words[:MAX_WORDS])
 
     def encode(self, text: str, most: int = NO_LIMIT, adds: bool = True) -> list[int]:
         return self._ids(text, adds=adds, plain=True, most=most)
@@ -200,7 +200,8 @@ class FolderText:
         tokens: list[int] = []
         for part in _parts(text):
             is_word = FIRST <= part <= LAST
-            tokens += self._ids(self._word(part) if is_word else part, adds=False, plain=is_word, most=most)
+            word = self._words_by_mark.get(part, UNSURE) if is_word else part
+            tokens += self._ids(word, adds=False, plain=is_word, most=most)
             if len(tokens) > most:
                 break
         return tokens
@@ -211,10 +212,6 @@ class FolderText:
         if isinstance(value, Mapping):
             return {self._mark(key): self._mark(x) for key, x in value.items()}
         return [self._mark(x) for x in value] if isinstance(value, list | tuple) else value
-
-    def _word(self, mark: str) -> str:
-        number = ord(mark) - ord(FIRST)
-        return self._words[number] if number < len(self._words) else UNSURE
 
     def _ids(self, text: str, adds: bool, plain: bool, most: int) -> list[int]:
         if not text and not adds:

@@ -52,7 +52,7 @@ def workers() -> list[str]:
 
 def only_workers() -> Workers:
     """The one set of workers that is alive."""
-    (found,) = (known() for known in Workers.live.values())
+    (found,) = Workers.live.values()
     assert found is not None
     return found
 

@@ -245,8 +245,13 @@ def load(
         with torch.device("meta"):
             empty = make()
     size = sum(tensor.nbytes for tensor in (*empty.parameters(), *empty.buffers()))
-    if has_values():
-        _check_memory(folder, weight_bytes(folder) if is_packed else size)
+    need = weight_bytes(folder) if is_packed else size
+    if has_values() and need > (have := memory_bytes()):
+        raise CaptureError(
+            f"its weights take {_gb(need)}; {_gb(have)} of memory are free",
+            "Plan it, or capture it with --device fake, which needs none.",
+            str(folder),
+        )
     if random_weights:
         with blamed(folder, what), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)  # and no other device's
@@ -325,16 +330,6 @@ def _bounded(folder: Path, what: str) -> Iterator[None]:
         stack.callback(torch_module.register_module_parameter_registration_hook(add).remove)
         stack.callback(torch_module.register_module_buffer_registration_hook(add).remove)
         yield
-
-
-def _check_memory(folder: Path, need: int) -> None:
-    have = memory_bytes()
-    if need > have:
-        raise CaptureError(
-            f"its weights take {_gb(need)}; {_gb(have)} of memory are free",
-            "Plan it, or capture it with --device fake, which needs none.",
-            str(folder),
-        )
 
 
 def memory_bytes() -> int:

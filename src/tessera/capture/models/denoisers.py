@@ -133,7 +133,13 @@ class Denoiser:
         self._is_packed = any(name in self._takes for name in ("img_ids", "img_shapes", "num_frames"))
         self._is_video = "3D" in type(module).__name__ or type(module).__name__.startswith(FRAMES_FIRST)
         self._num_words = num_words or self._config.get("max_text_seq_length") or WORDS
-        self._fixed = self._plain()
+        sizes = {
+            "num_frames": FRAMES,
+            "height": self._rows,
+            "width": self._columns,
+            "img_shapes": [[(1, self._rows, self._columns)]] * self._num_rows,
+        }
+        self._fixed = {name: value for name, value in sizes.items() if name in self._takes}
         self._check()
 
     def workload(self) -> Workload:
@@ -201,15 +207,6 @@ class Denoiser:
             return int(2 ** (len(levels) - 1))
         size = self._config.get("patch_size", 1)
         return int(size[-1] if isinstance(size, list | tuple) else size)
-
-    def _plain(self) -> dict[str, Any]:
-        sizes = {
-            "num_frames": FRAMES,
-            "height": self._rows,
-            "width": self._columns,
-            "img_shapes": [[(1, self._rows, self._columns)]] * self._num_rows,
-        }
-        return {name: value for name, value in sizes.items() if name in self._takes}
 
     def _inputs(self, seed: int) -> dict[str, torch.Tensor]:
         random = torch.Generator().manual_seed(seed)

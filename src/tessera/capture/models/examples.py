@@ -44,18 +44,14 @@ def _widest(special: list[int], count: int) -> tuple[int, int]:
     return (first + 1, stop) if stop > first + 1 else (0, count)
 
 
-def call_inputs(model: Any, step: Step, seed: int) -> dict[str, torch.Tensor]:
-    random = torch.Generator().manual_seed(seed)
-    return {name: _make(model, name, step, random) for name in _wanted(model)}
-
-
-def encoder_inputs(model: Any, step: Step, seed: int) -> dict[str, torch.Tensor]:
-    random = torch.Generator().manual_seed(seed)
-    return {model.main_input_name: _make(model, model.main_input_name, step, random)}
-
-
-def pictures(model: Any, step: Step, seed: int) -> torch.Tensor:
-    return _make(model, PIXELS, step, torch.Generator().manual_seed(seed))
+def example_inputs(model: Any, step: Step, seed: int, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    random, inputs = torch.Generator().manual_seed(seed), {}
+    for name in names:
+        if name not in MAKERS:
+            raise CaptureError(f"nothing is known of its input '{name}'", REMEDY, step.model)
+        tensor = MAKERS[name](model.config, step, random)
+        inputs[name] = tensor.to(model.dtype) if tensor.is_floating_point() else tensor
+    return inputs
 
 
 def picture_token(config: Any) -> int | None:
@@ -63,7 +59,7 @@ def picture_token(config: Any) -> int | None:
     return getattr(config, "image_token_index", None) if token is None else token
 
 
-def _wanted(model: Any) -> list[str]:
+def call_names(model: Any) -> list[str]:
     parameters = inspect.signature(model.forward).parameters
     named = [p for p in parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     needed = [p.name for p in named if p.default is inspect.Parameter.empty]
@@ -74,14 +70,6 @@ def _wanted(model: Any) -> list[str]:
     shown = [name for name in SHOWN if name in parameters] if both else []
     decoder = ["decoder_input_ids"] if model.config.is_encoder_decoder else []
     return list(dict.fromkeys([*main, *needed, *shown, *(n for n in decoder if n in parameters)]))
-
-
-def _make(model: Any, name: str, step: Step, random: torch.Generator) -> torch.Tensor:
-    maker = MAKERS.get(name)
-    if maker is None:
-        raise CaptureError(f"nothing is known of its input '{name}'", REMEDY, step.model)
-    tensor = maker(model.config, step, random)
-    return tensor.to(model.dtype) if tensor.is_floating_point() else tensor
 
 
 def _ids(config: Any, step: Step, random: torch.Generator) -> torch.Tensor:

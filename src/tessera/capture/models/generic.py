@@ -63,48 +63,29 @@ def check_length(config: Any, step: Step) -> int:
 
 
 def generic_workload(model: Any, step: Step) -> Workload:
-    if step.kind == "call":
-        return _plain(model, step, model, lambda seed: examples.call_inputs(model, step, seed), flatten)
-    if step.kind == "encode":
-        encoder = model.get_encoder()
-        return _plain(
-            model,
-            step,
-            encoder,
-            lambda seed: examples.encoder_inputs(model, step, seed),
-            lambda made: {ENCODED: made[0]},
-        )
-    return CachedSteps(model, step).workload()
-
-
-def _plain(
-    model: Any,
-    step: Step,
-    part: Callable[..., Any],
-    make_inputs: Callable[[int], dict[str, torch.Tensor]],
-    name: Callable[[Any], dict[str, torch.Tensor]],
-) -> Workload:
-    options = {"use_cache": False} if takes(part, "use_cache") else {}
-    if step.inputs:
-        _check_taken(part, step)
+    if step.kind not in ("call", "encode"):
+        return CachedSteps(model, step).workload()
+    is_call = step.kind == "call"
+    part = model if is_call else model.get_encoder()
+    names = examples.call_names(model) if is_call else [model.main_input_name]
+    parameters = inspect.signature(getattr(part, "forward", part)).parameters
+    options = {"use_cache": False} if "use_cache" in parameters else {}
+    for name in examples.read_inputs(step.inputs) if step.inputs else ():
+        if name not in parameters:
+            known = f"It takes: {', '.join(parameters)}."
+            raise CaptureError(f"the model takes no '{name}'", known, step.inputs)
 
     def call(inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
         with traced(), attributes_kept(model):
-            return name(part(**inputs, **options))
+            made = part(**inputs, **options)
+            return flatten(made) if is_call else {ENCODED: made[0]}
 
-    def made(seed: int) -> dict[str, torch.Tensor]:
-        return examples.given_inputs(step.inputs, seed) if step.inputs else make_inputs(seed)
+    def make(seed: int) -> dict[str, torch.Tensor]:
+        if step.inputs:
+            return examples.given_inputs(step.inputs, seed)
+        return examples.example_inputs(model, step, seed, names)
 
-    return Workload(step, model, call, made, lambda seed: {}, lambda first, run, last: dict(first))
-
-
-def _check_taken(part: Callable[..., Any], step: Step) -> None:
-    parameters = inspect.signature(getattr(part, "forward", part)).parameters
-    for name in examples.read_inputs(step.inputs):
-        if name not in parameters:
-            raise CaptureError(
-                f"the model takes no '{name}'", f"It takes: {', '.join(parameters)}.", step.inputs
-            )
+    return Workload(step, model, call, make, lambda seed: {}, lambda first, run, last: dict(first))
 
 
 def takes(part: Callable[..., Any], name: str) -> bool:
@@ -237,8 +218,11 @@ class CachedSteps:
     def workload(self) -> Workload:
         return Workload(self._step, self._model, self._call, self._inputs, self.state, self._follow)
 
+    def _examples(self, seed: int, name: str) -> dict[str, torch.Tensor]:
+        return examples.example_inputs(self._model, self._step, seed, [name])
+
     def _encode(self) -> torch.Tensor:
-        inputs = placed(self._model, lambda: examples.encoder_inputs(self._model, self._step, 0))
+        inputs = placed(self._model, lambda: self._examples(0, self._model.main_input_name))
         with apart(self._model):
             encoded: torch.Tensor = self._model.get_encoder()(**inputs)[0]
         return encoded
@@ -247,7 +231,7 @@ class CachedSteps:
         self._picture = examples.picture_token(self._model.config) if takes(self._model, PIXELS) else None
         if self._picture is None:
             return 0
-        pixels = placed(self._model, lambda: {PIXELS: examples.pictures(self._model, self._step, 0)})
+        pixels = placed(self._model, lambda: self._examples(0, PIXELS))
         with checkpoint.blamed(self._step.model, "its pictures are more than pixels"), apart(self._model):
             features = self._model.get_image_features(**pixels)
         embeddings = flatten(getattr(features, "pooler_output", features)).values()
@@ -404,7 +388,7 @@ class CachedSteps:
         inputs = self._tokens_at(torch.zeros_like(lengths), context, random)
         if self._picture is not None:
             inputs["tokens"][:, 1 : 1 + self._num_seen] = self._picture
-            inputs[PIXELS] = examples.pictures(self._model, self._step, seed)
+            inputs |= self._examples(seed, PIXELS)
             lengths = lengths.clamp_min(self._num_seen + 2)
         if self._has_rows:
             return {**inputs, "last": lengths[:, 0] - 1}

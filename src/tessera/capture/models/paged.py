@@ -337,7 +337,16 @@ def max_positions(model: Any) -> int:
 
 
 def paged_workload(model: Any, step: Step) -> Workload:
-    _check_sizes(step)
+    if step.context < step.batch:
+        raise CaptureError(
+            f"a step of {step.context} tokens cannot serve {step.batch} sequences",
+            "Use at least one token per sequence.",
+        )
+    if step.reserve % PAGE or step.reserve < 2 * PAGE:
+        raise CaptureError(
+            f"{step.reserve} positions do not fill pages of {PAGE}",
+            f"Use a multiple of {PAGE}, at least {2 * PAGE}: the first page takes what padding writes.",
+        )
     layout = layout_of(model)
     most = {FLAT: step.context, SPLIT: SPLIT_TOKENS * num_rows(step)}.get(layout.kind, step.batch)
     if step.context > most:
@@ -352,19 +361,6 @@ def paged_workload(model: Any, step: Step) -> Workload:
             f"Use at least {num_rows(step) * PAGE}.",
         )
     return PagedSteps(model, step, layout).workload()
-
-
-def _check_sizes(step: Step) -> None:
-    if step.context < step.batch:
-        raise CaptureError(
-            f"a step of {step.context} tokens cannot serve {step.batch} sequences",
-            "Use at least one token per sequence.",
-        )
-    if step.reserve % PAGE or step.reserve < 2 * PAGE:
-        raise CaptureError(
-            f"{step.reserve} positions do not fill pages of {PAGE}",
-            f"Use a multiple of {PAGE}, at least {2 * PAGE}: the first page takes what padding writes.",
-        )
 
 
 class PagedSteps:

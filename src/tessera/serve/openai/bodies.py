@@ -321,7 +321,14 @@ DECODERS: dict[type[_Body], msgspec.json.Decoder[Any]] = {
 
 def parse(kind: type[Body], raw: bytes, served: Sequence[str]) -> Body:
     check_parts(raw)
-    request = _decode(kind, raw)
+    try:
+        if raw.lstrip()[:1] == b"{":
+            _check_names(FIELDS_DECODER.decode(raw), kind.__struct_fields__)
+        request: Body = DECODERS[kind].decode(raw)
+    except msgspec.ValidationError as error:
+        raise _explained(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     if request.model is not None and request.model not in served:
         raise no_such_model(str(request.model), served[0])
     return request
@@ -337,18 +344,6 @@ def template_variables(request: ChatRequest | TokenizeRequest) -> dict[str, Any]
     if continues or generates is not None:
         variables |= {"add_generation_prompt": bool(generates), "continue_final_message": bool(continues)}
     return variables
-
-
-def _decode(kind: type[Body], raw: bytes) -> Body:
-    try:
-        if raw.lstrip()[:1] == b"{":
-            _check_names(FIELDS_DECODER.decode(raw), kind.__struct_fields__)
-        request: Body = DECODERS[kind].decode(raw)
-        return request
-    except msgspec.ValidationError as error:
-        raise _explained(str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
 
 
 def _check_names(given: dict[str, Raw], known: tuple[str, ...]) -> None:
