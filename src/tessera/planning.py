@@ -109,7 +109,7 @@ class ServedSteps:
         if division is not None:
             self.advance("dividing products")
             *traces, checked = [
-                divide(trace, division, self.frequencies).trace
+                divide(trace, division, self.frequencies)
                 for trace in (*traces, traces[0] if self.is_compiled else checked)
             ]
         family = StepFamily(tuple(build_graph(trace) for trace in traces))

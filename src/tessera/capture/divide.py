@@ -48,22 +48,15 @@ def division_for(cluster: Cluster, traces: Sequence[Trace]) -> DivideConfig | No
     return DivideConfig(plain_bytes=min(cards) // LARGE)
 
 
-@dataclass(frozen=True)
-class Divided:
-    trace: Trace
-    # Launch of the undivided trace; None: a part or a join.
-    origin: tuple[int | None, ...]
-
-
 def divide(
     trace: Trace, config: DivideConfig, frequencies: Mapping[str, Sequence[float]] | None = None
-) -> Divided:
+) -> Trace:
     """`frequencies`: scope of a mixture -> how often each expert is chosen."""
     writer = _Writer(trace, config, frequencies or {})
-    for number, launch in enumerate(trace.launches):
-        writer.add(number, launch)
+    for launch in trace.launches:
+        writer.add(launch)
     divided = writer.done()
-    verify(divided.trace)
+    verify(divided)
     return divided
 
 
@@ -86,12 +79,11 @@ class _Writer:
         self._trace, self._config, self._frequencies = trace, config, frequencies
         self._kernels, self._buffers = list(trace.kernels), list(trace.buffers)
         self._launches: list[Launch] = []
-        self._origin: list[int | None] = []
         self._operators: dict[Any, int] = {}
         self._readers = Counter(b for x in trace.launches for b in {view.buffer for view in x.given})
         self._readers.update(view.buffer for _, view in trace.outputs)
 
-    def add(self, number: int, launch: Launch) -> None:
+    def add(self, launch: Launch) -> None:
         name, ends = self._trace.kernels[launch.kernel].name, list[int]()
         if name in GROUPED:
             ends = self._expert_ends(launch)
@@ -99,16 +91,14 @@ class _Writer:
             ends = self._column_ends(launch)
         if not ends:
             self._launches.append(launch)
-            self._origin.append(number)
         elif name in GROUPED:
             self._divide_experts(launch, GROUPED[name], ends)
         else:
             self._divide_columns(launch, ends)
 
-    def done(self) -> Divided:
+    def done(self) -> Trace:
         buffers, launches = tuple(self._buffers), tuple(self._launches)
-        trace = replace(self._trace, kernels=tuple(self._kernels), buffers=buffers, launches=launches)
-        return Divided(trace, tuple(self._origin))
+        return replace(self._trace, kernels=tuple(self._kernels), buffers=buffers, launches=launches)
 
     def _is_own(self, view: Arg) -> bool:
         if not isinstance(view, View) or view.offset:
@@ -234,7 +224,6 @@ class _Writer:
             accesses.append(Access(made.buffer, touched, write=True))
         outputs = (made,) if is_new else ()
         self._launches.append(Launch(self._operators[func], args, (), outputs, tuple(accesses), scope))
-        self._origin.append(None)
         return made
 
 

@@ -162,7 +162,7 @@ class CpuBackend:
         division = division_for(self.cluster, traces)
         if division is None:
             return traces
-        return [divide(trace, division, self.frequencies).trace for trace in traces]
+        return [divide(trace, division, self.frequencies) for trace in traces]
 
     def price(self, unit: ir.WorkUnit, model: "ServedModel", advance: Listener) -> tuple[ir.Costs, ...]:
         from tessera import flow
