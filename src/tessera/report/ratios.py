@@ -106,15 +106,10 @@ def _colour(ratio: float) -> str:
 
 
 def _distribution(axes: Any, found: dict[str, list[tuple[float, float]]], first: str, second: str) -> None:
-    rows = sorted(row for group in found.values() for row in group)
-    for label, weights in (("launches", [1.0] * len(rows)), (f"time on {first}", [us for _, us in rows])):
-        total, seen = sum(weights), 0.0
-        xs, ys = [rows[0][0]], [0.0]
-        for (ratio, _), weight in zip(rows, weights, strict=True):
-            seen += weight
-            xs.append(ratio)
-            ys.append(seen / total)
-        axes.step(xs, ys, where="post", label=f"share of {label}")
+    rows = [row for group in found.values() for row in group]
+    values = [ratio for ratio, _ in rows]
+    axes.ecdf(values, label="share of launches")
+    axes.ecdf(values, [us for _, us in rows], label=f"share of time on {first}")
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_xscale("log")
     _plain_ticks(axes.xaxis)

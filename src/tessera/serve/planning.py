@@ -68,7 +68,6 @@ class KeptModel:
     """A small model of an earlier start, in place of `ServedModel`."""
 
     shape: Shape
-    state_bytes: int
     tensors: Mapping[str, torch.Tensor]
 
     @classmethod
@@ -76,7 +75,7 @@ class KeptModel:
         weights = model.weights()
         if sum(tensor.nbytes for tensor in weights.values()) > MAX_WEIGHT_BYTES or model.senses():
             return None
-        return cls(model.shape, model.state_bytes, weights)
+        return cls(model.shape, weights)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return dict(self.tensors)
@@ -451,7 +450,6 @@ class _Kept(msgspec.Struct):
     policies: list[bytes]
     scale: float
     shape: Shape | None = None
-    state_bytes: int = 0
     weights: bytes = b""
 
 
@@ -466,7 +464,7 @@ def find(key: str, folder: Path, build: Callable[[], "ServedModel"], spec: Serve
         model: ServedModel | KeptModel | None = None
         if kept.shape is not None:
             weights = torch.load(io.BytesIO(kept.weights), weights_only=True)
-            model = KeptModel(kept.shape, kept.state_bytes, weights)
+            model = KeptModel(kept.shape, weights)
         os.utime(path)
     except _UNREADABLE:
         return None
@@ -491,14 +489,11 @@ def planner_of(
 
 
 def keep(key: str, found: Prepared, folder: Path) -> None:
-    kept, model = (
-        _Kept([b"".join(chunks_of(x)) for x in found.policies], found.scale),
-        KeptModel.of(found.model),
-    )
-    if model is not None:
+    kept = _Kept([b"".join(chunks_of(x)) for x in found.policies], found.scale)
+    if (model := KeptModel.of(found.model)) is not None:
         weights = io.BytesIO()
         torch.save(dict(model.tensors), weights)
-        kept.shape, kept.state_bytes, kept.weights = model.shape, model.state_bytes, weights.getvalue()
+        kept.shape, kept.weights = model.shape, weights.getvalue()
     body = msgspec.msgpack.encode(kept)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -57,10 +57,6 @@ class ServedModel:
         return self.workloads[-1].weights()
 
     @property
-    def state_bytes(self) -> int:
-        return state_bytes(self.workloads[-1])
-
-    @property
     def sight(self) -> Sight | None:
         return None if self.encode is None else sight_of(self.encode, self.workloads[-1])
 
