@@ -219,15 +219,15 @@ class Compiled:
         if not self._is_eager:
             with self._lock, self._step.holding(args) as inputs:
                 bound = self._bind(args, inputs, options, cluster)
-            if bound is not None:
-                return self._run(*bound, args, options.verify)
-        return self._graph(*args)
-
-    def _run(self, session: "Session", given: Given, args: Sequence[Any], is_verified: bool) -> Any:
+        else:
+            bound = None
+        if bound is None:
+            return self._graph(*args)
+        session, given = bound
         with _TURN if session.function.draws else nullcontext():
             given = session.function.at_its_turn(given)
             result = session.workers.run(Call(given.inputs, given.state))
-            if is_verified:
+            if options.verify:
                 with self._lock, self._step.holding(args):
                     session.check(given, result)
             return session.function.finish(given, result.outputs[-1], result.state)
@@ -254,7 +254,9 @@ class Compiled:
             return None
         session = Session(function, make_plan(trace, cluster, options))
         self._sessions.append(session)
-        self._end_with(args, session)
+        weight = next((a for a in args if isinstance(a, torch.nn.Parameter)), None)
+        if weight is not None:  # the workers end when it is freed: Dynamo may keep the graph for longer
+            weakref.finalize(weight, _drop, weakref.ref(self), weakref.ref(session))
         return session, function.bind((), dict(inputs))
 
     def _capture(self, args: Sequence[Any], inputs: Mapping[str, Any]) -> tuple[FunctionCall, Trace | None]:
@@ -273,12 +275,6 @@ class Compiled:
             if kernel.origin is Origin.ATEN and not kernel.name.startswith(TORCH_OPERATORS):
                 raise CaptureError(f"{kernel.name} is registered by code that workers do not import")
         return step.function, trace if trace.launches and trace.outputs else None
-
-    def _end_with(self, args: Sequence[Any], session: "Session") -> None:
-        """Stops the workers when the weights are freed: Dynamo may keep the graph for longer."""
-        weight = next((a for a in args if isinstance(a, torch.nn.Parameter)), None)
-        if weight is not None:
-            weakref.finalize(weight, _drop, weakref.ref(self), weakref.ref(session))
 
     def _warn(self, reason: str) -> None:
         warnings.warn(f"tessera runs this graph on one device: {reason}", UserWarning, stacklevel=3)

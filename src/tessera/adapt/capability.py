@@ -118,19 +118,17 @@ def crossing_per_s(policies: tuple[Capability, ...]) -> float | None:
     previous = 0.0
     for point in points:
         if better(policies, point) is not idle:
-            return _bisected(policies, idle, previous, point)
+            break
         previous = point
-    return None
-
-
-def _bisected(policies: tuple[Capability, ...], idle: Capability, low: float, high: float) -> float:
+    else:
+        return None
     for _ in range(50):
-        middle = (low + high) / 2
+        middle = (previous + point) / 2
         if better(policies, middle) is idle:
-            low = middle
+            previous = middle
         else:
-            high = middle
-    return high
+            point = middle
+    return point
 
 
 def capability_of(name: str, points: Sequence[tuple[int, float]], tokens: int) -> Capability:

@@ -10,6 +10,7 @@ Not modelled: bursts, for which `RentedLoad.margin` is kept free.
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -245,14 +246,20 @@ class _Rent:
 
     def _search(self) -> None:
         """Plan sets from the cheapest on, until two carry the load."""
-        began, last_s, load = time.perf_counter(), 0.0, self.cards.load
+        began, last_s, cards, load = time.perf_counter(), 0.0, self.cards, self.cards.load
         for basket in self.listed:
             if len(self.choices) == NUM_ADVISED:
                 break
-            if self.cards.limit.upper_bound_per_s(basket.gpus) < load.needed_per_s:
+            if cards.limit.upper_bound_per_s(basket.gpus) < load.needed_per_s:
                 continue
-            option = self._drafted(basket)
-            if option is None or DRAFT_ERROR * option.tokens_per_s < self._needed_tokens_per_s:
+            drafts: list[Option] = []
+            with suppress(PlanInfeasible):
+                drafts = cards.rater.drafts(cards.market.cluster(basket))
+            if not drafts:
+                continue
+            option = max(drafts, key=lambda o: o.tokens_per_s)
+            if DRAFT_ERROR * option.tokens_per_s < load.needed_per_s * load.tokens:
+                self._note(cards.candidate(basket, option))
                 continue
             now = time.perf_counter()
             # The next plan may take as long as the last one.
@@ -261,20 +268,6 @@ class _Rent:
                 break
             self._plan(basket)
             last_s = time.perf_counter() - now
-
-    def _drafted(self, basket: Basket) -> Option | None:
-        try:
-            drafts = self.cards.rater.drafts(self.cards.market.cluster(basket))
-        except PlanInfeasible:
-            return None
-        option = max(drafts, key=lambda o: o.tokens_per_s, default=None)
-        if option is not None and DRAFT_ERROR * option.tokens_per_s < self._needed_tokens_per_s:
-            self._note(self.cards.candidate(basket, option))
-        return option
-
-    @property
-    def _needed_tokens_per_s(self) -> float:
-        return self.cards.load.needed_per_s * self.cards.load.tokens
 
     def _note(self, candidate: Candidate) -> None:
         if self.near is None or candidate.requests_per_s > self.near.requests_per_s:

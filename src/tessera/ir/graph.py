@@ -129,7 +129,7 @@ def check_counts(counts: Sequence[int], num_steps: int) -> None:
 
 def check_steps(traces: Sequence[Trace]) -> None:
     kinds = [trace.step.kind for trace in traces]
-    models = {_origin(trace.step.model): trace.step.model for trace in traces}
+    models = {trace.step.model.partition(":")[0]: trace.step.model for trace in traces}
     if len(models) > 1:
         remedy = "A request runs steps of one model; plan each model by itself."
         raise MismatchError(f"these are steps of several models: {', '.join(models.values())}", remedy)
@@ -141,10 +141,6 @@ def check_steps(traces: Sequence[Trace]) -> None:
             raise MismatchError(what, "Give it once, with its runs in --counts.")
     if "prefill" in kinds and "decode" in kinds and kinds.index("decode") < kinds.index("prefill"):
         raise MismatchError("the decode is given before the prefill", "Give the steps in the order they run.")
-
-
-def _origin(model: str) -> str:
-    return model.partition(":")[0]
 
 
 class _Uneven(Exception):

@@ -131,7 +131,13 @@ class ServicePlanner:
         if len(draft.devices) == 1:
             return self._on(draft.devices[0], draft.role, draft.microbatches)
         placement = self._searched(policy, self._counted, draft.microbatches)
-        return self._along(policy, placement, draft.microbatches)
+        used = sorted({device for step in placement.devices for device in step})
+        if len(used) == 1 and not placement.fetched:
+            each = max(1, self.shape.microbatches // len(self.cluster.devices))
+            return self._on(used[0], ir.Role.MIXED, each)
+        pages = homes_of(self.unit.graphs[-1], placement.devices[-1])
+        digest = hashlib.sha256(repr(pages).encode()).hexdigest()[:12]
+        return self._group_along(placement, ir.Role.MIXED, draft.microbatches, f"{policy}-{digest}")
 
     def _searched(self, policy: str, unit: ir.WorkUnit, microbatches: int) -> ir.Placement:
         from tessera.plan import search_config
@@ -177,16 +183,6 @@ class ServicePlanner:
 
         plan = lane_plan(self.unit, self.costs, self.cluster, placement, microbatches, home)
         return ir.Group(role, plan, self.shape.rows, microbatches)
-
-    def _along(self, name: str, placement: ir.Placement, microbatches: int) -> ir.Group:
-        used = sorted({device for step in placement.devices for device in step})
-        if len(used) == 1 and not placement.fetched:
-            return self._on(
-                used[0], ir.Role.MIXED, max(1, self.shape.microbatches // len(self.cluster.devices))
-            )
-        pages = homes_of(self.unit.graphs[-1], placement.devices[-1])
-        digest = hashlib.sha256(repr(pages).encode()).hexdigest()[:12]
-        return self._group_along(placement, ir.Role.MIXED, microbatches, f"{name}-{digest}")
 
     def replan(self, policies: Policies, change: Change) -> Replanned[ir.ServicePlan]:
         if isinstance(change, Factors):
