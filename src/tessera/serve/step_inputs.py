@@ -155,35 +155,28 @@ class SeatedSequence:
 
 class StepInputs:
     def __init__(self, shape: Shape, sight: Sight | None) -> None:
-        self._shape = shape
-        size, rows = shape.sizes[-1], shape.rows
-        self.tokens, self.positions, self.adapters = (np.zeros(size, dtype=np.int64) for _ in range(3))
-        self.slots = np.zeros((len(shape.windows), size), dtype=np.int64)
-        self.pages = np.zeros(shape.num_page_entries, dtype=np.int32)
-        self.page_starts = np.zeros((len(shape.windows), rows), dtype=np.int32)
-        self.lengths = np.zeros(rows, dtype=np.int32)
-        self.query_starts = np.zeros(rows + 1, dtype=np.int32)
-        self.fresh = np.zeros(rows, dtype=np.bool_)
-        self.rows = np.zeros(rows, dtype=np.int32)
-        self.choices = ChoiceInputs(rows, shape.vocab_size)
-        self._sight = sight
+        self._shape, self._sight = shape, sight
+        groups = range(len(shape.windows))
+        by_token = ("tokens", "positions", "adapters", *(of_group("slots", group) for group in groups))
+        by_row = ("lengths", *(of_group("page_starts", group) for group in groups))
+        self._by_token = {name: np.zeros(shape.sizes[-1], dtype=np.int64) for name in by_token}
+        self._by_row = {name: np.zeros(shape.rows, dtype=np.int32) for name in by_row}
+        self._query_starts = np.zeros(shape.rows + 1, dtype=np.int32)
+        self._pages = np.zeros(shape.num_page_entries, dtype=np.int32)
+        self._fresh = np.zeros(shape.rows, dtype=np.bool_)
+        self._rows = np.zeros(shape.rows, dtype=np.int32)
+        self.choices = ChoiceInputs(shape.rows, shape.vocab_size)
         self._tensors = {size: self._views(size) for size in shape.sizes}
 
     def _views(self, size: int) -> dict[str, torch.Tensor]:
         rows = self._shape.num_sequences(size)
-        views = {
-            "tokens": self.tokens[:size],
-            "positions": self.positions[:size],
-            "adapters": self.adapters[:size],
-            "lengths": self.lengths[:rows],
-            "query_starts": self.query_starts[: rows + 1],
-        }
-        for group, (slots, starts) in enumerate(zip(self.slots, self.page_starts, strict=True)):
-            views |= {of_group("slots", group): slots[:size], of_group("page_starts", group): starts[:rows]}
+        views: dict[str, Any] = {name: held[:size] for name, held in self._by_token.items()}
+        views |= {name: held[:rows] for name, held in self._by_row.items()}
+        views["query_starts"] = self._query_starts[: rows + 1]
         if not self._shape.is_flat:
-            views["fresh"] = self.fresh[:rows]
+            views["fresh"] = self._fresh[:rows]
         elif self._shape.has_rows:
-            views["rows"] = self.rows[:rows]
+            views["rows"] = self._rows[:rows]
         return {name: torch.from_numpy(view) for name, view in views.items()}
 
     def fill(self, planned: "list[Part]", size: int) -> Tensors:
@@ -200,36 +193,35 @@ class StepInputs:
         own = np.array([part.sequence.row for part in planned])
         if not self._shape.is_flat:
             at = rows = own
-            self.query_starts[: size + 1] = range(size + 1)
-            self.fresh[:size] = True
-            self.fresh[rows] = reads == 0
+            self._query_starts[: size + 1] = range(size + 1)
+            self._fresh[:size] = True
+            self._fresh[rows] = reads == 0
         else:
-            self.rows[: len(planned)] = np.where(reads == 0, -1 - own, own)
-            self.query_starts[1 : len(planned) + 1] = query_ends
-            self.query_starts[len(planned) + 1 :] = total
+            self._rows[: len(planned)] = np.where(reads == 0, -1 - own, own)
+            self._query_starts[1 : len(planned) + 1] = query_ends
+            self._query_starts[len(planned) + 1 :] = total
         adapters = np.repeat([part.sequence.request.ask.adapter for part in planned], counts)
-        by_token = [(self.tokens, tokens), (self.positions, positions), (self.adapters, adapters)]
-        by_row = [(self.lengths, reads + counts)]
-        num_entries = 0
-        for group, starts in enumerate(self.page_starts):
+        by_token = {"tokens": tokens, "positions": positions, "adapters": adapters}
+        by_row, num_entries = {"lengths": reads + counts}, 0
+        for group in range(len(self._shape.windows)):
             tables = [part.sequence.tables[group] for part in planned]
             behind, after = np.array([(table.num_behind, table.num_pages) for table in tables]).T
             ends = num_entries + (after - behind).cumsum()
-            np.concatenate([table.held for table in tables], out=self.pages[num_entries : ends[-1]])
+            np.concatenate([table.held for table in tables], out=self._pages[num_entries : ends[-1]])
             num_entries = int(ends[-1])
             # Where the sequence's first page would stand.
-            by_row.append((starts, ends - after))
-            pages = self.pages[np.repeat(ends - after, counts) + positions // PAGE].astype(np.int64)
-            by_token.append((self.slots[group], pages * PAGE + positions % PAGE))
-        for held, given in by_token:
-            held[:size] = 0
-            held[at] = given
-        for table, entries in by_row:
-            table[:] = 0
-            table[rows] = entries
+            by_row[of_group("page_starts", group)] = ends - after
+            pages = self._pages[np.repeat(ends - after, counts) + positions // PAGE].astype(np.int64)
+            by_token[of_group("slots", group)] = pages * PAGE + positions % PAGE
+        for name, values in by_token.items():
+            self._by_token[name][:size] = 0
+            self._by_token[name][at] = values
+        for name, values in by_row.items():
+            self._by_row[name][:] = 0
+            self._by_row[name][rows] = values
         inputs = {
             **self._tensors[size],
-            "pages": torch.from_numpy(self.pages[:num_entries]),
+            "pages": torch.from_numpy(self._pages[:num_entries]),
             **self.choices.fill(self._shape.num_sequences(size), self._choices(planned)),
         }
         if self._sight is None:
