@@ -41,6 +41,7 @@ from tessera.cli.simulate import (
 )
 from tessera.errors import TesseraError, UnknownName
 from tessera.ir import Load, Objective, ServicePlan, save
+from tessera.profile import parse_devices, wire
 from tessera.simulate.arrivals import make_arrivals
 
 __all__ = ["LLM", "Completion", "ModelPlan", "SamplingParams", "Server", "plan", "serve"]
@@ -76,7 +77,6 @@ def plan(
         random_weights: Do not look for weights.
         launches: "compiled" or "eager"; default: compiled where outlines are kept.
     """
-    from tessera.profile import parse_devices, wire
 
     sizes = load if isinstance(load, Load) else Load(*load)
     links = [link] if isinstance(link, str) else list(link)

@@ -27,7 +27,7 @@ from tessera.cli.output import (
 from tessera.cli.plan import PriceOption, prices_of
 from tessera.cli.render import text_of
 from tessera.ir import MEMORY_SHARE, Plan, ServicePlan, save
-from tessera.plan import Comparison
+from tessera.plan import Comparison, search_config
 from tessera.profile import gpu
 from tessera.report import write_advice
 
@@ -92,7 +92,6 @@ def advise(
         from tessera.advise.search import advise as search
         from tessera.capture import place_of
         from tessera.capture.models import steps_of_model
-        from tessera.plan import search_config
 
         logging.getLogger("transformers").setLevel(logging.ERROR)
         is_image = "decode" not in steps_of_model(model)

@@ -8,6 +8,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from tessera.analyze import build_graph
 from tessera.cli.output import HIDDEN, Illustrated, Record, option, progress, shown
 from tessera.errors import ArtifactError, TesseraError, UnknownName
 from tessera.ir import BufferKind, Graph, Trace, kind_of, load, save
@@ -63,7 +64,6 @@ def analyze(
     if explain is not None:
         remedy = "Give a file of PTX; `tessera plan --explain` says what a launch costs where."
         raise TesseraError("only the code of a PTX kernel is explained line by line", remedy, "--explain")
-    from tessera.analyze import build_graph
 
     with progress(f"reading {file.name}") as advance:
         trace = load(Trace, file)

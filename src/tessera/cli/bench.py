@@ -23,6 +23,7 @@ from tessera.cli.output import (
     shown,
 )
 from tessera.errors import LoadError, MissingExtra, TesseraError
+from tessera.simulate.arrivals import make_arrivals
 
 if TYPE_CHECKING:
     from tessera.serve.load import LoadOptions
@@ -176,7 +177,6 @@ class SentRequests:
 
     def options(self) -> "LoadOptions":
         from tessera.serve.load import LoadOptions
-        from tessera.simulate.arrivals import make_arrivals
 
         given = asdict(self) | {"num_requests": self.num_requests or NUM_REQUESTS}
         if self.arrivals:

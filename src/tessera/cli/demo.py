@@ -20,10 +20,12 @@ from tessera.cli.plan_text import PlanFigures, plan_figures
 from tessera.cli.run import overlap, run_plans, shares
 from tessera.errors import TesseraError, WorkerError
 from tessera.ir import Cluster, GroupSize, Load, Objective, Plan, ServicePlan, Step, Timeline, save
+from tessera.plan import QUICK, explain
+from tessera.profile import make_cluster, parse_devices
 from tessera.report import Shown, layer_picture, main_lane, write_perfetto, write_report
+from tessera.simulate import simulate
 
 if TYPE_CHECKING:
-    from tessera.cli.plan_model import PlannedModel
     from tessera.serve.records import Ask
     from tessera.serve.service import Service
 
@@ -128,12 +130,11 @@ def demo(
     return Illustrated(run, tuple(_story(run, small.plan)))
 
 
-def plan_full(wanted: plan_model.PlannedLoad) -> "PlannedModel":
+def plan_full(wanted: plan_model.PlannedLoad) -> plan_model.PlannedModel:
     return plan_model.plan_load(FULL_MODEL, wanted, _cluster(FULL_DEVICES, FULL_LINK))
 
 
 def _cluster(devices: str, link: str) -> Cluster:
-    from tessera.profile import make_cluster, parse_devices
 
     cluster = make_cluster(parse_devices(devices), link)
     if len(cluster.devices) < 2:
@@ -145,7 +146,6 @@ def _cluster(devices: str, link: str) -> Cluster:
 def _run_small(cluster: Cluster, tokens: int, output: Path, advance: Callable[[str], None]) -> SmallRuns:
     from tessera.capture import build, record
     from tessera.flow import make_plan, make_unit, price, requests_of
-    from tessera.plan import QUICK
 
     steps = (
         Step(MODEL, "prefill", 1, PROMPT_TOKENS, reserve=tokens),
@@ -181,7 +181,6 @@ def _serve(
     advance: Callable[[str], None],
 ) -> ServedDemo:
     from tessera.capture import place_of
-    from tessera.plan import QUICK
     from tessera.planning import ServedSteps, make_service_plan
     from tessera.serve.planning import prepare
     from tessera.serve.records import Ask, Sampling, ServeSpec
@@ -226,8 +225,6 @@ async def _answers(service: "Service", asks: "list[Ask]") -> list[list[int]]:
 
 
 def _write(full: ServicePlan | Plan, divided: SmallRuns, output: Path) -> dict[str, str]:
-    from tessera.plan import explain
-    from tessera.simulate import simulate
 
     files = {
         "page": output / "report.html",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -15,9 +15,9 @@ from tessera.cli.plan_model import TRACES, ModelPlanFigures, PlannedLoad, is_mod
 from tessera.cli.plan_text import PlanFigures, pictures, plan_figures, reasons_of
 from tessera.errors import MismatchError, TesseraError
 from tessera.ir import Cluster, Costs, Device, Plan, Trace, WorkUnit, load, save
-
-if TYPE_CHECKING:
-    from tessera.plan import Constraint, PlanConfig
+from tessera.plan import Constraint, PlanConfig, parse_constraint, search_config, solve
+from tessera.profile import cap_memory, gpu, parse_devices, wire
+from tessera.simulate import SteadyRates
 
 LINK_HELP = (
     "Link between devices: pcie4, pcie5, nvlink, ib100, ib200, ib400 or measured. May be repeated for pairs: "
@@ -50,7 +50,6 @@ class PricedDevices:
     price: PriceOption = None
 
     def cluster(self) -> Cluster:
-        from tessera.profile import parse_devices
 
         if self.devices is None:
             remedy = "Name them: --devices emu:a100,emu:l40s; for traces, --costs does too."
@@ -58,12 +57,10 @@ class PricedDevices:
         return self._wired(self._changed(parse_devices(self.devices)))
 
     def _wired(self, devices: tuple[Device, ...]) -> Cluster:
-        from tessera.profile import wire
 
         return wire(devices, self.link or [], self.bus or [])
 
     def _changed(self, devices: tuple[Device, ...]) -> tuple[Device, ...]:
-        from tessera.profile import cap_memory
 
         capped, usd = cap_memory(devices, self.memory or []), prices_of(self.price or ())
         return tuple(replace(d, usd_per_hour=usd.get(d.gpu or "", d.usd_per_hour)) for d in capped)
@@ -134,7 +131,6 @@ def plan(
     started = time.perf_counter()
     if is_model(traces):
         return plan_model(traces[0], wanted, prices.cluster(), output)
-    from tessera.plan import PlanConfig, search_config
 
     if wanted.launches:
         raise TesseraError("needs a model's name, not traces", place="--launches")
@@ -151,7 +147,6 @@ def plan(
 
 def prices_of(texts: Sequence[str]) -> dict[str, float]:
     """GPU -> USD per hour."""
-    from tessera.profile import gpu
 
     found = {}
     for text in texts:
@@ -164,13 +159,11 @@ def prices_of(texts: Sequence[str]) -> dict[str, float]:
 
 
 def _plan_traces(
-    names: list[str], counts: tuple[int, ...] | None, prices: PricedDevices, config: "PlanConfig"
+    names: list[str], counts: tuple[int, ...] | None, prices: PricedDevices, config: PlanConfig
 ) -> Plan:
     traces = [load(Trace, name) for name in names]
     with progress("building graphs", 3) as advance:
         from tessera.flow import make_unit
-        from tessera.plan import solve
-        from tessera.simulate import SteadyRates
 
         unit = make_unit(traces, counts)
         advance("pricing")
@@ -179,8 +172,7 @@ def _plan_traces(
         return solve(unit, costs, cluster, config, SteadyRates(config.search.long_window))
 
 
-def _constraints(pins: list[str] | None, forbidden: list[str] | None) -> "tuple[Constraint, ...]":
-    from tessera.plan import parse_constraint
+def _constraints(pins: list[str] | None, forbidden: list[str] | None) -> tuple[Constraint, ...]:
 
     return (
         *(parse_constraint(x, True) for x in pins or ()),

@@ -8,7 +8,9 @@ from rich.console import RenderableType
 from tessera.cli.output import HIDDEN, Record, shown
 from tessera.ir import Objective, Plan
 from tessera.ir.plan import Robust
+from tessera.plan import explain, latency_bound_us
 from tessera.plan.explain import DeviceMemory, Gain, KernelUse, Reason, Usage
+from tessera.profile import sureness
 from tessera.profile.coverage import CostShare
 from tessera.report import PolicyLine, UsedDevice, compared, device_uses, layer_picture, main_lane
 
@@ -91,7 +93,6 @@ class PlanFigures(Record, frozen=True):
 
 
 def sure(made: Plan) -> CostFigures:
-    from tessera.profile import sureness
 
     return CostFigures.of(sureness(made))
 
@@ -102,7 +103,6 @@ def plan_figures(
     output: Path | None = None,
     seconds: float | None = None,
 ) -> PlanFigures:
-    from tessera.plan import explain, latency_bound_us
 
     names, costs = made.cluster.names, sure(made)
     bound_us = latency_bound_us(made) if made.objective is Objective.LATENCY else None
@@ -144,7 +144,6 @@ def _lanes(made: Plan) -> tuple[LaneFigures, ...]:
 
 
 def reasons_of(made: Plan) -> PlanReasons:
-    from tessera.plan import explain
 
     found = explain(made)
     return PlanReasons.of(found, notes=(*(reason.sentence for reason in found.reasons), *found.remarks))

@@ -20,6 +20,7 @@ import typer
 from tessera.cli.output import finite, option
 from tessera.errors import MismatchError, TesseraError
 from tessera.ir import Device, Plan, digest
+from tessera.profile import parse_devices
 
 if TYPE_CHECKING:
     from tessera.execute.hub import Hub
@@ -150,7 +151,6 @@ def gathered(
 
     `devices` as text: Ray counts those of its machines.
     """
-    from tessera.profile import parse_devices
 
     if ray is not None:
         from tessera.serve import ray_cluster

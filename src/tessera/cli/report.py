@@ -9,7 +9,9 @@ from tessera.cli.output import HIDDEN, Record, option, progress
 from tessera.errors import ArtifactError, TesseraError
 from tessera.ir import Plan, Timeline, load
 from tessera.ir.files import kind_of
+from tessera.plan import explain
 from tessera.report import Shown, write_report
+from tessera.simulate import simulate
 
 SIMULATED_REQUESTS = 64
 PAGE = "report.html"
@@ -52,8 +54,6 @@ def report(
 
 
 def _shown(path: Path) -> Shown:
-    from tessera.plan import explain
-    from tessera.simulate import simulate
 
     plan = load(Plan, path)
     beside = path.with_suffix(".timeline")

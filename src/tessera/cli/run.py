@@ -19,6 +19,7 @@ from tessera.errors import MismatchError, TesseraError
 from tessera.ir import BufferKind, DeviceKind, Plan, Timeline, Trace, load
 from tessera.profile import parse_devices
 from tessera.report import write_perfetto
+from tessera.simulate import simulate
 
 if TYPE_CHECKING:
     from tessera.execute.offline import RunResult
@@ -212,7 +213,6 @@ def run_plans(
 def _report(
     plans: Sequence[Plan], place: str, ran: Ran, equal: bool | None, started: float, trace: Path | None
 ) -> RunReport:
-    from tessera.simulate import simulate
 
     plan, num = plans[0], len(ran.results)
     if trace is not None:

@@ -21,6 +21,7 @@ from tessera.cli.output import HIDDEN, Record, progress, say
 from tessera.cli.remote import Meeting, gathered, work
 from tessera.cli.serve_options import ServeConfig, log_line, logging_by
 from tessera.errors import MissingExtra
+from tessera.profile import cap_memory, wire
 
 if TYPE_CHECKING:
     from tessera.cli.start import RunningService
@@ -108,7 +109,6 @@ def listening(model: str, config: ServeConfig, meeting: Meeting | None = None) -
             raise MissingExtra(module, "serve")
     from tessera.cli.start import started
     from tessera.execute.processes import warm_up
-    from tessera.profile import cap_memory, wire
     from tessera.serve.server import HttpServer, allowed_connections, bind, is_loopback
 
     config.check()

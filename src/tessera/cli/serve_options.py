@@ -22,10 +22,10 @@ from tessera.cli.plan_model import EffortOption, FrequenciesOption
 from tessera.cli.remote import MeetingOptions
 from tessera.cli.run import TransportOption
 from tessera.errors import TesseraError, extra_module
-from tessera.ir import MEMORY_SHARE
+from tessera.ir import MEMORY_SHARE, Cluster, Load
+from tessera.profile import cap_memory, parse_devices
 
 if TYPE_CHECKING:
-    from tessera.ir import Cluster
     from tessera.serve.limits import HttpLimits
     from tessera.serve.records import ServeSpec
 
@@ -183,7 +183,6 @@ class ServeConfig(MeetingOptions):
 
     def _holds(self, gpus: str, model: str) -> bool:
         from tessera.capture import place_of
-        from tessera.profile import cap_memory, parse_devices
         from tessera.serve.single_device import is_single_device
         from tessera.serve.steps import weight_bytes
 
@@ -219,8 +218,7 @@ class ServeConfig(MeetingOptions):
 
         return HttpLimits(body_bytes=self.max_body, requests=self.max_requests, drain_s=self.drain)
 
-    def spec(self, cluster: "Cluster") -> "ServeSpec":
-        from tessera.ir import Load
+    def spec(self, cluster: Cluster) -> "ServeSpec":
         from tessera.serve.policies import check_policy
         from tessera.serve.records import ServeSpec, sizes_for
 

@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from tessera.analyze import build_graph
 from tessera.cli.output import option, progress
 from tessera.cli.run import check_runnable
 from tessera.cli.verification import Necessity, Verified
@@ -33,7 +34,6 @@ def verify(
     trace = load(Trace, file)
     check_runnable(trace, str(file))
     with progress("building the model", 2 + 5 * orders + requests) as advance:
-        from tessera.analyze import build_graph
         from tessera.cli.trials import Trials
         from tessera.execute.timing import threads
 

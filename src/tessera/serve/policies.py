@@ -21,11 +21,13 @@ from tessera.adapt.drift import Factors
 from tessera.errors import DeviceMemoryError, PlanInfeasible, UnknownName
 from tessera.execute.lower import homes_of
 from tessera.execute.memory import check_fits, footprints, ready_programs
-from tessera.plan import fluid
+from tessera.plan import fluid, search_config
 from tessera.plan.fluid import POLICIES as DRAFTED
 from tessera.plan.service import plan_service
+from tessera.plan.solve import lane_plan, place
 from tessera.serve.records import COST_ERROR, Shape
 from tessera.serve.rehearse import rated, rehearse
+from tessera.simulate import SteadyRates
 
 AUTO, LATENCY = "auto", "latency"
 SPLITS = (fluid.PREFILL_DECODE, fluid.FRACTIONAL)
@@ -140,9 +142,6 @@ class ServicePlanner:
         return self._group_along(placement, ir.Role.MIXED, draft.microbatches, f"{policy}-{digest}")
 
     def _searched(self, policy: str, unit: ir.WorkUnit, microbatches: int) -> ir.Placement:
-        from tessera.plan import search_config
-        from tessera.plan.solve import place
-        from tessera.simulate import SteadyRates
 
         search = search_config(self.effort)
         return place(unit, self.costs, self.cluster, policy, microbatches, search, SteadyRates())
@@ -179,7 +178,6 @@ class ServicePlanner:
         return self._group_along(placement, role, microbatches, home)
 
     def _group_along(self, placement: ir.Placement, role: ir.Role, microbatches: int, home: str) -> ir.Group:
-        from tessera.plan.solve import lane_plan
 
         plan = lane_plan(self.unit, self.costs, self.cluster, placement, microbatches, home)
         return ir.Group(role, plan, self.shape.rows, microbatches)
