@@ -248,12 +248,13 @@ def test_what_a_configuration_says_of_code_and_kernels_is_not_heard(
         "auto_map": {"AutoModelForCausalLM": "theirs.Model"},
         "custom_pipelines": {"x": {"impl": "theirs.P"}},
     }
-    config(**named, **code, use_kernels=True, nested=named)(folder)
+    config(**named, **code, use_kernels=True, nested=named, dtype="auto")(folder)
     (folder / "theirs.py").write_text("raise SystemExit(7)")
     monkeypatch.setattr(socket.socket, "connect", lambda *args: pytest.fail("a connection was tried"))
 
     module: Any = build(Step(str(folder), "decode", 1, 8)).module
 
+    assert torch.float32 == module.dtype  # that of the weights
     assert "tessera" == module.config._attn_implementation
     assert not hasattr(module.config, "auto_map")
     assert {} == module.config.nested

@@ -1,5 +1,7 @@
 """LoRA adapters: rows of one step with different adapters, as of the merged models; refusals by name."""
 
+import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,6 +103,19 @@ def test_a_layer_that_is_not_called_has_no_adapter(tmp_path: Path) -> None:
 
     with pytest.raises(CaptureError, match=r"dt_proj are not supported: the model does not call it.*Merge"):
         served(str(tmp_path / "base"), spec)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"alpha_pattern": {"(": 1}}, {"alpha_pattern": [1]}, {"lora_alpha": math.nan}]
+)
+def test_a_scale_that_cannot_be_read_is_the_adapters_fault(settings: dict[str, Any], tmp_path: Path) -> None:
+    base = write_folder(tmp_path / "base", "awq", layers=1)
+    write_adapter(tmp_path / "one", base, 1)
+    path = tmp_path / "one" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+    with pytest.raises(CaptureError, match=r"one: .*_proj has no scale.*adapter_config.json"):
+        build(Step(str(tmp_path / "base"), "call", 1, 4, adapters=(str(tmp_path / "one"),)))
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:

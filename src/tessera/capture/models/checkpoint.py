@@ -115,6 +115,8 @@ def _checked(value: Any, name: str, path: Path) -> Any:
         return {key: _checked(item, key, path) for key, item in value.items() if key not in IGNORED}
     if isinstance(value, list):
         return [_checked(item, name, path) for item in value]
+    if value == "auto" and name in ("dtype", "torch_dtype"):
+        return None  # that of the weights
     if isinstance(value, int) and not isinstance(value, bool):
         least = 1 if name in POSITIVE else -MAX_INT
         most = MAX_NUM if name.startswith(("num_", "n_")) else MAX_INT

@@ -10,7 +10,7 @@ settings that are not known, adapted embeddings, heads, experts and layers that 
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -176,10 +176,11 @@ def _read(folder: Path) -> dict[str, Pair]:
 
 
 def _scale(config: Mapping[str, Any], path: str, rank: int, folder: Path) -> float:
-    patterns = (config.get("alpha_pattern") or {}).items()
-    own = (value for pattern, value in patterns if re.match(rf"(.*\.)?({pattern})$", path))
-    alpha = next(own, config.get("lora_alpha", 8))
-    if not isinstance(alpha, int | float) or rank < 1:
-        message = f"no adapter has lora_alpha = {alpha} and rank {rank}"
+    patterns, alpha = config.get("alpha_pattern") or {}, None
+    with suppress(re.error, AttributeError):
+        own = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", path))
+        alpha = next(own, config.get("lora_alpha", 8))
+    if not isinstance(alpha, int | float) or not math.isfinite(alpha) or rank < 1:
+        message = f"{path} has no scale by lora_alpha, alpha_pattern = {patterns} and rank {rank}"
         raise CaptureError(message, "Correct adapter_config.json.", str(folder))
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
