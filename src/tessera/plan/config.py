@@ -60,10 +60,6 @@ class SearchConfig:
     # Short simulations miss lanes with smaller shares.
     rare_share: float = 1 / 16
     least_share: float = 1 / 64
-    # Segment moves: failures in a row, maximum, minimum gain.
-    num_segments: int = 24
-    max_segments: int = 72
-    segment_gain: float = 1e-3
 
     # Candidates this close are equal (simulation error); the most robust, then the simplest wins.
     tie: float = 5e-4

@@ -152,27 +152,26 @@ class _Session:
         kernel = self._trace.kernel_of(index).name
         self._advance(f"{self._device.name}: {kernel}")
         try:
-            found, clock = self._steady(index, group)
+            found = self._steady(index, group)
         except CannotTime as error:
             self._store.add_failure(group.key, kernel, error.message)
             return
         except DeviceGone as error:
             self._store.add_failure(group.key, kernel, f"the device was lost here: {error.message}")
             raise
-        self._store.add_launch(group.key, kernel, found, clock)
+        self._store.add_launch(group.key, kernel, found)
         self._num_timed += 1
 
-    def _steady(self, index: int, group: Distinct) -> tuple[Timing, float | None]:
+    def _steady(self, index: int, group: Distinct) -> Timing:
         """After retries at any clock, with a note."""
-        for attempt in range(1 + RETRIES):
+        for _ in range(1 + RETRIES):
             found = timing(self._timer.time(index, group.cold, self._enough))
-            clock = self._timer.clock_mhz()
-            start = self._machine.clock_mhz
+            clock, start = self._timer.clock_mhz(), self._machine.clock_mhz
             if clock is None or start is None or clock >= THROTTLED * start:
-                return found, clock
-            if attempt == RETRIES:
-                self._slow.append(f"{index} ({self._trace.kernel_of(index).name}) at {clock:.0f} MHz")
-        return found, clock
+                return found
+            slow = f"{index} ({self._trace.kernel_of(index).name}) at {clock:.0f} MHz"
+        self._slow.append(slow)
+        return found
 
     def _whole(self) -> tuple[Timing | None, tuple[str, ...]]:
         known = self._store.whole(self._trace.digest)

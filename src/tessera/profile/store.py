@@ -1,23 +1,21 @@
 """Store of measurements: one JSON document per line, append-only.
 
-A row belongs to a session: one device (model, SMs, driver, torch version) at one clock. Rows of other devices
-are ignored, and rows at another clock unless `any_clock`. A half line, left by a killed command, is dropped;
-other damage is an error with its line. With `spare`, an unusable store is ignored.
+A row names its device (model, SMs, driver, torch version) and clock. Rows of other devices are ignored, and
+rows at another clock unless `any_clock`. A half line, left by a killed command, is dropped; other damage is
+an error with its line. With `spare`, an unusable store is ignored.
 
 A timing is a median with a 95 % interval from order statistics. Sampling stops when half the interval is
 within 2 % of the median, or time is up. Links: us = latency + bytes / bandwidth, a least-squares fit of
 relative error.
 """
 
-import hashlib
-import json
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -27,7 +25,6 @@ from tessera.ir import Link
 from tessera.ir.files import cache_folder
 from tessera.ir.timeline import HIDDEN, shown
 
-FORMAT = 1
 # Relative difference that counts as equal.
 CLOCK_TOLERANCE = 0.04
 CONFIDENCE_Z = 1.96
@@ -45,6 +42,7 @@ SHARED = 0.8
 MAX_GBPS = 1e5
 # (samples, seconds) -> True to stop.
 Enough = Callable[[Sequence[float], float], bool]
+Kind = Literal["launch", "failed", "whole", "link"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +63,20 @@ class Machine:
     # Under load; None if unreadable.
     clock_mhz: float | None
 
-    @property
-    def key(self) -> str:
-        text = json.dumps(sorted(self.identity.items()))
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+class StoredRow(msgspec.Struct, frozen=True, omit_defaults=True):
+    kind: Kind
+    # Of `distinct`, or a trace's digest.
+    key: str = ""
+    identity: Mapping[str, str] = {}
+    clock_mhz: float | None = None
+    kernel: str = ""
+    timing: Timing | None = None
+    why: str | None = None
+    link: "LinkFit | None" = None
 
 
-# By kind ("launch", "failed", "whole") and key (of `distinct`, or a trace's digest).
-StoredRows = dict[tuple[str, str], Timing | str]
+NOTHING = StoredRow("launch")
 
 
 def default_store() -> Path:
@@ -89,114 +93,75 @@ class Store:
     ) -> None:
         self._path, self._machine = path, machine
         self._spare = spare
-        self._rows: StoredRows = {}
-        for clock_mhz, rows in self._known():
-            if any_clock or not _differ(clock_mhz, machine.clock_mhz):
-                self._rows |= rows
-        self._session = os.urandom(6).hex()
-        self._announced = False
+        self._rows: dict[tuple[str, str], StoredRow] = {}
+        with self._spared():
+            for row in read_rows(path):
+                is_near = any_clock or not _differ(row.clock_mhz, machine.clock_mhz)
+                if row.identity == machine.identity and is_near:
+                    self._rows[row.kind, row.key] = row
 
     def launch(self, key: str) -> Timing | None:
-        return cast("Timing | None", self._rows.get(("launch", key)))
+        return self._rows.get(("launch", key), NOTHING).timing
 
     def failure(self, key: str) -> str | None:
-        return cast("str | None", self._rows.get(("failed", key)))
+        return self._rows.get(("failed", key), NOTHING).why
 
     def whole(self, digest: str) -> Timing | None:
-        return cast("Timing | None", self._rows.get(("whole", digest)))
+        return self._rows.get(("whole", digest), NOTHING).timing
 
-    def add_launch(self, key: str, kernel: str, found: Timing, clock_mhz: float | None) -> None:
-        """At once: a crash does not lose it."""
-        self._rows["launch", key] = found
-        self._append({"kind": "launch", "key": key, "kernel": kernel, **asdict(found), "mhz": clock_mhz})
+    def add_launch(self, key: str, kernel: str, found: Timing) -> None:
+        self._add("launch", key, kernel, timing=found)
 
     def add_failure(self, key: str, kernel: str, why: str) -> None:
-        self._rows["failed", key] = why
-        self._append({"kind": "failed", "key": key, "kernel": kernel, "why": why})
+        self._add("failed", key, kernel, why=why)
 
     def add_whole(self, digest: str, found: Timing) -> None:
-        self._rows["whole", digest] = found
-        self._append({"kind": "whole", "trace": digest, **asdict(found)})
+        self._add("whole", digest, timing=found)
 
-    def _known(self) -> list[tuple[float | None, StoredRows]]:
-        try:
-            return _known(self._path, self._machine.key)
-        except TesseraError as error:
-            if self._spare is None:
-                raise
-            self._spare(f"{self._path} {error.message}")
-            return []
+    def _add(self, kind: Kind, key: str, kernel: str = "", **found: Any) -> None:
+        """At once: a crash does not lose it."""
+        row = StoredRow(kind, key, self._machine.identity, self._machine.clock_mhz, kernel, **found)
+        self._rows[kind, key] = row
+        with self._spared():
+            append_rows(self._path, [row])
 
-    def _append(self, row: dict[str, Any]) -> None:
-        lines = [{"session": self._session, **row}]
-        if not self._announced:
-            about = {"device": self._machine.key, "identity": dict(self._machine.identity)}
-            head = {"kind": "session", "session": self._session, "format": FORMAT, **about}
-            lines.insert(0, {**head, "clock_mhz": self._machine.clock_mhz})
-            self._announced = True
+    @contextmanager
+    def _spared(self) -> Iterator[None]:
         try:
-            append_lines(self._path, lines)
+            yield
         except TesseraError as error:
             if self._spare is None:
                 raise
             self._spare(f"{self._path} {error.message}")
 
 
-def append_lines(path: Path, documents: list[dict[str, Any]]) -> None:
+def append_rows(path: Path, rows: Iterable[StoredRow]) -> None:
     """After ending a half line."""
-    text = "".join(json.dumps(d, allow_nan=False) + "\n" for d in documents)
+    text = b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab+") as file:
-            if file.tell() and not _ends_line(path):
-                text = "\n" + text
-            file.write(text.encode())
+            file.seek(max(0, file.tell() - 1))
+            file.write(text if file.read(1) in (b"", b"\n") else b"\n" + text)
     except OSError as error:
         raise TesseraError(f"cannot be written: {error.strerror}", "Choose --store.", str(path)) from error
 
 
-def _ends_line(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+def read_rows(path: Path) -> Iterator[StoredRow]:
     if not path.exists():
         return
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = path.read_bytes().splitlines()
     except OSError as error:
         raise TesseraError(f"cannot be read: {error.strerror}", "Choose --store.", str(path)) from error
     for number, line in enumerate(lines, 1):
+        if line.startswith(b"{") and not line.endswith(b"}"):  # cut off by a crash
+            continue
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            # Cut off by a crash: the last line, or one ended by a later session.
-            if number == len(lines) or '"kind": "session"' in lines[number]:
-                continue
+            yield msgspec.json.decode(line, type=StoredRow)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             remedy = "Delete that line, or choose another --store."
             raise ArtifactError("no measurement but something else", remedy, f"{path}:{number}") from None
-        if not isinstance(row, dict) or "kind" not in row:
-            raise ArtifactError("no measurement but something else", "Delete it.", f"{path}:{number}")
-        yield row
-
-
-def _known(path: Path, device: str) -> list[tuple[float | None, StoredRows]]:
-    sessions: dict[str, tuple[float | None, StoredRows]] = {}
-    try:
-        for row in read_lines(path):
-            kind, session = row["kind"], row.get("session", "")
-            if kind == "session" and row.get("device") == device:
-                sessions[session] = (row["clock_mhz"], {})
-            elif session in sessions and kind in ("launch", "failed", "whole"):
-                key = row["trace" if kind == "whole" else "key"]
-                known = row["why"] if kind == "failed" else Timing(row["us"], row["half_us"], row["num"])
-                sessions[session][1][kind, key] = known
-    except (KeyError, TypeError) as error:
-        message = f"holds a line that is no measurement: {error!r}"
-        raise ArtifactError(message, "Delete it, or choose another --store.", str(path)) from error
-    return list(sessions.values())
 
 
 def _differ(a: float | None, b: float | None) -> bool:
@@ -293,13 +258,9 @@ def _fit(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 def keep_links(path: Path, fits: Sequence[LinkFit]) -> None:
     """The last one of a pair counts."""
-    append_lines(path, [{"kind": "link", **asdict(fit)} for fit in fits])
+    append_rows(path, [StoredRow("link", link=fit) for fit in fits])
 
 
 def stored_links(path: Path | None = None) -> tuple[Link, ...]:
-    found: dict[tuple[str, str], Link] = {}
-    for row in read_lines(path or default_store()):
-        if row["kind"] == "link":
-            link = msgspec.convert(row, LinkFit).link
-            found[link.src, link.dst] = link
-    return tuple(found.values())
+    found = (row.link.link for row in read_rows(path or default_store()) if row.link is not None)
+    return tuple({(link.src, link.dst): link for link in found}.values())

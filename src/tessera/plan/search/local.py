@@ -2,8 +2,7 @@
 
 A team assigns microbatches to placements. Starts are optima of the linear program at several depths, and
 single placements. Moves from the best team: another placement for one microbatch; one microbatch more or
-less; last, segments: consecutive launches of one microbatch move to a neighbour's device, so that
-microbatches do not all wait for the same long launches.
+less.
 
 Two estimates order the moves (equal slow-down until the bottleneck keeps up; balanced shares), and a quick
 simulation rates them. Neither sees that microbatches on one device fill idle time: those moves are always
@@ -13,7 +12,6 @@ tried. The number of moves depends only on the unit's size, so plans are reprodu
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, repeat, zip_longest
 
 import numpy as np
 
@@ -36,7 +34,6 @@ def throughput_mixes(task: Task) -> tuple[Mix, ...]:
     for mix in (*optima, best):
         search.look(without_rare_lanes(mix, config.rare_share))
     search.climb()
-    search.refine()
     return search.finalists()
 
 
@@ -109,27 +106,6 @@ class Search:
                     num += self._look_at_team(other) > 0.0
                     if num == self.task.config.num_moves or self._left <= 0:
                         break
-
-    def refine(self) -> None:
-        """Segments of the best team, ends first."""
-        if not self.found:
-            return
-        figure, best = max(self.found, key=lambda x: x[0])
-        moves = self._segment_moves(self._team(best))
-        in_vain, config = 0, self.task.config
-        for _ in range(config.max_segments):
-            if in_vain == config.num_segments or (team := next(moves, None)) is None:
-                break
-            in_vain += 1
-            reached = self._look_at_team(team)
-            if reached > figure * (1 + config.segment_gain):
-                figure, in_vain, moves = reached, 0, self._segment_moves(team)
-
-    def _segment_moves(self, team: Counter[Column]) -> Iterator[Counter[Column]]:
-        moved = (zip(repeat(column), _by_segment(column.labels)) for column in team)
-        for column, labels in filter(None, chain(*zip_longest(*moved))):
-            other = self._canonical(self.task.problem.column(labels))
-            yield team - Counter([column]) + Counter([other])
 
     def _look_at_team(self, team: Counter[Column]) -> float:
         columns, key = tuple(team), (frozenset((c.key, n) for c, n in team.items()), False)
@@ -212,15 +188,3 @@ class Search:
 
 def _key(team: Counter[Column]) -> TeamKey:
     return tuple(sorted((c.key, n) for c, n in team.items()))
-
-
-def _by_segment(labels: Ints) -> Iterator[Ints]:
-    stops = [*(np.flatnonzero(np.diff(labels)) + 1).tolist(), len(labels)]
-    segments = list(zip([0, *stops], stops, strict=False))
-    for at in sorted(range(len(segments)), key=lambda n: min(n, len(segments) - 1 - n)):
-        start, stop = segments[at]
-        around = [labels[n] for n in (start - 1, stop) if 0 <= n < len(labels)]
-        for device in dict.fromkeys(around):
-            moved = labels.copy()
-            moved[start:stop] = device
-            yield moved
