@@ -160,11 +160,11 @@ def overhead(log: Log, args: argparse.Namespace) -> None:
     import torch
     from benchmarks.gpu_capture import Case, as_graph, copies, differences, medians_us
     from benchmarks.gpu_capture import build as build_case
-    from benchmarks.gpu_execute_pairs import SKIPPED, opened
+    from benchmarks.gpu_execute_pairs import SKIPPED, opened, rate_per_s
 
     from tessera.capture.inductor import record_inductor
     from tessera.execute.cuda.measure import UnitOnDevice, whole_plan
-    from tessera.execute.offline import rate_per_s, run_offline
+    from tessera.execute.offline import run_offline
     from tessera.execute.processes import hidden_main
     from tessera.flow import UnitRequest, make_unit
 

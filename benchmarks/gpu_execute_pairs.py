@@ -20,7 +20,7 @@ from tessera.execute import driver
 from tessera.execute.cuda.measure import measure
 from tessera.execute.cuda.pace import TimeScale, choose_scale
 from tessera.execute.link_times import time_transfers
-from tessera.execute.offline import RunResult, rate_per_s, run_offline
+from tessera.execute.offline import RunResult, run_offline
 from tessera.execute.processes import FORKSERVER, hidden_main
 from tessera.execute.reference import InOrder, same_bits
 from tessera.execute.stepper import SpanLog
@@ -136,6 +136,17 @@ def differing(one: ReferenceRun | RunResult, other: RunResult) -> list[str]:
     return found + [
         f"state {n}" for n, t in one.state.items() if not same_bits(t.cpu(), other.state[n].cpu())
     ]
+
+
+def rate_per_s(results: Sequence[RunResult]) -> float:
+    """While all microbatches were full, else over the whole list."""
+    stops = sorted(result.stop_s for result in results)
+    num = len({result.microbatch for result in results})
+    full_s, last_s = stops[min(num, len(stops)) - 1], max(result.start_s for result in results)
+    ended = [stop for stop in stops[num:] if stop <= last_s]
+    if not ended:
+        return len(stops) / (stops[-1] - min(result.start_s for result in results))
+    return len(ended) / (ended[-1] - full_s)
 
 
 def opened(built: Any, plans: dict[str, Plan], scale: float, transport: str, **more: Any) -> WorkerStepper:

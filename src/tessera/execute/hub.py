@@ -49,11 +49,6 @@ NOBODY = -1
 NAME_BYTES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Up:
-    epoch: int
-
-
 class Wake:
     """`Hub.wake` was called."""
 
@@ -63,11 +58,6 @@ class LostWorker:
     how: str
     failures: int
     retry_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Started:
-    process: LocalProcess
 
 
 @dataclass(slots=True)
@@ -163,7 +153,7 @@ class Hub:
         self._start_due()
 
     def take(self, timeout_s: float | None) -> tuple[int, Any] | None:
-        """A worker's message, an Up, or a Hangup; None after the timeout."""
+        """A worker's message, or a Hangup; None after the timeout."""
         assert self._mailbox is not None, "started"
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -275,8 +265,8 @@ class Hub:
             thread.join(STOP_TIMEOUT_S)
         while not self._posts.empty():
             _, message = self._posts.get()
-            if isinstance(message, _Started):
-                message.process.end(0.0)
+            if isinstance(message, LocalProcess):
+                message.end(0.0)
         if self._mailbox is not None:
             self._mailbox.close(LEAVE_S)
         if self._folder:
@@ -292,10 +282,6 @@ class Hub:
             source is not None and self._members[source[0]].pieces is None
         )
         return self.max_bytes() if is_known else MAX_ASKED_BYTES
-
-    def _launch(self, device: int, setup: messages.Setup) -> LocalProcess:
-        name = f"tessera-{self.names[device]}"
-        return LocalProcess(worker.main, (self._folder,), name, self._method)
 
     def _post(self, source: Any, message: Any) -> None:
         self._posts.put((source, message))
@@ -329,14 +315,15 @@ class Hub:
     def _try_start(self, device: int, setup: messages.Setup) -> None:
         source = (device, setup.epoch)
         try:
-            process = self._launch(device, setup)
+            name = f"tessera-{self.names[device]}"
+            process = LocalProcess(worker.main, (self._folder,), name, self._method)
         except TesseraError as error:
             self._post(source, messages.Failed(error.message, error.remedy))
             return
         except Exception as error:  # noqa: BLE001 - any reason is told; else the start waits for its limit
             self._post(source, Hangup(f"it could not be started ({type(error).__name__}: {error})"))
             return
-        self._post(source, _Started(process))
+        self._post(source, process)
         reason = ""
         try:
             process.run(setup)
@@ -438,11 +425,11 @@ class Hub:
         device, epoch = source
         member = self._members[device]
         if epoch != member.epoch or member.state == "lost":  # an earlier worker
-            if isinstance(message, _Started):
-                message.process.end(0.0)
+            if isinstance(message, LocalProcess):
+                message.end(0.0)
             return None
-        if isinstance(message, _Started):
-            member.process, member.pid = message.process, message.process.pid
+        if isinstance(message, LocalProcess):
+            member.process, member.pid = message, message.pid
             member.started_s = time.monotonic()
             return None
         if member.pieces is not None:
@@ -453,7 +440,8 @@ class Hub:
             case messages.StoreGet(key):
                 self._store.get(source, key)
             case messages.WorkerReady() if member.state == "starting":
-                return device, self._welcome(device, message)
+                self._welcome(device, message)
+                return device, message
             case _:
                 return device, message
         return None
@@ -487,7 +475,7 @@ class Hub:
             error = wrong
         return device, messages.Failed(error.message, error.remedy)
 
-    def _welcome(self, device: int, ready: messages.WorkerReady) -> Up:
+    def _welcome(self, device: int, ready: messages.WorkerReady) -> None:
         member = self._members[device]
         assert member.setup is not None
         member.state, member.ready_s, member.address = "ready", time.monotonic(), ready.address
@@ -500,7 +488,6 @@ class Hub:
                 self.relink(device, peer)
             elif peer != device and other.epoch != member.setup.epochs[peer]:
                 self.order(device, messages.Relink(peer, other.epoch))
-        return Up(member.epoch)
 
     def _tell(self, source: tuple[int, int], message: messages.Message) -> None:
         device, epoch = source

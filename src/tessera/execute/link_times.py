@@ -12,33 +12,13 @@ from statistics import median
 
 import torch
 
+from tessera import ir
 from tessera.errors import WorkerError
 from tessera.execute import driver
 from tessera.execute.processes import hidden_main
 from tessera.execute.stepper import StepCall, StepDone
 from tessera.execute.timing import threads
 from tessera.execute.worker_stepper import WorkerStepper
-from tessera.ir import (
-    Access,
-    Buffer,
-    BufferKind,
-    Cluster,
-    Device,
-    Graph,
-    Kernel,
-    Lane,
-    Launch,
-    Link,
-    Objective,
-    Origin,
-    Placement,
-    Plan,
-    Region,
-    Step,
-    Trace,
-    View,
-    WorkUnit,
-)
 from tessera.ir.host import cache_bytes
 
 # Lanes of the microbatches: two run the chain on one device, two alternate.
@@ -64,16 +44,20 @@ class TransferTimes:
 
 
 def time_transfers(
-    a: Device, b: Device, transport: str, sizes: Sequence[int], build_graph: Callable[[Trace], Graph]
+    a: ir.Device,
+    b: ir.Device,
+    transport: str,
+    sizes: Sequence[int],
+    build_graph: Callable[[ir.Trace], ir.Graph],
 ) -> TransferTimes:
     a, b = (replace(device, is_dilated=False) for device in (a, b))  # the real link is measured
     graphs = tuple(build_graph(chain(size)) for size in sizes)
     turns = tuple(n % 2 for n in range(LAUNCHES))
-    lanes = [Lane(Placement((place,) * len(sizes)), 1.0) for place in ((0,) * LAUNCHES, turns)]
-    links = tuple(Link(x.name, y.name, "measured", 1.0, 1.0) for x, y in ((a, b), (b, a)))
-    unit, cluster = WorkUnit(graphs, (1,) * len(sizes)), Cluster((a, b), links)
-    work = (unit, cluster, (), Objective.LATENCY, "links", tuple(lanes))
-    plan = Plan(*work, len(WHOLE_OR_NOT), 0.0, 0.0, 0.0, 0.0, lane_table=WHOLE_OR_NOT)
+    lanes = [ir.Lane(ir.Placement((place,) * len(sizes)), 1.0) for place in ((0,) * LAUNCHES, turns)]
+    links = tuple(ir.Link(x.name, y.name, "measured", 1.0, 1.0) for x, y in ((a, b), (b, a)))
+    unit, cluster = ir.WorkUnit(graphs, (1,) * len(sizes)), ir.Cluster((a, b), links)
+    work = (unit, cluster, (), ir.Objective.LATENCY, "links", tuple(lanes))
+    plan = ir.Plan(*work, len(WHOLE_OR_NOT), 0.0, 0.0, 0.0, 0.0, lane_table=WHOLE_OR_NOT)
     alone, both = list[tuple[int, float]](), list[tuple[int, float]]()
     made = WorkerStepper([plan], {}, transport=transport, timeout_s=TIMEOUT_S)
     with hidden_main(), made as stepper:
@@ -143,17 +127,20 @@ def _step_s(stepper: WorkerStepper, step: int, first: int, num: int) -> float:
     return stepper.now_s() - began_s
 
 
-def chain(num_bytes: int) -> Trace:
+def chain(num_bytes: int) -> ir.Trace:
     """x -> -x -> x ..., each from the previous; the first repeats one number."""
-    kinds = [BufferKind.INPUT, *[BufferKind.TEMPORARY] * (LAUNCHES - 1), BufferKind.OUTPUT]
+    kinds = [ir.BufferKind.INPUT, *[ir.BufferKind.TEMPORARY] * (LAUNCHES - 1), ir.BufferKind.OUTPUT]
     names = ["x", *(f"t{n}" for n in range(1, LAUNCHES)), "y"]
     sizes = [4, *[num_bytes] * LAUNCHES]
-    buffers = tuple(Buffer(*each) for each in zip(names, kinds, sizes, strict=True))
-    views = [View(n, "float32", (num_bytes // 4,), (min(n, 1),)) for n in range(LAUNCHES + 1)]
-    regions = [Region(0, size) for size in sizes]
+    buffers = tuple(ir.Buffer(*each) for each in zip(names, kinds, sizes, strict=True))
+    views = [ir.View(n, "float32", (num_bytes // 4,), (min(n, 1),)) for n in range(LAUNCHES + 1)]
+    regions = [ir.Region(0, size) for size in sizes]
     touched = [
-        (Access(n, regions[n], read=True), Access(n + 1, regions[n + 1], write=True)) for n in range(LAUNCHES)
+        (ir.Access(n, regions[n], read=True), ir.Access(n + 1, regions[n + 1], write=True))
+        for n in range(LAUNCHES)
     ]
-    launches = tuple(Launch(0, (views[n],), (), (views[n + 1],), touched[n]) for n in range(LAUNCHES))
-    kernel = Kernel("aten.neg.default", Origin.ATEN, "aten::neg(Tensor self) -> Tensor")
-    return Trace(Step("chain", f"{num_bytes} bytes", 1, 1), (kernel,), buffers, launches, (("y", views[-1]),))
+    launches = tuple(ir.Launch(0, (views[n],), (), (views[n + 1],), touched[n]) for n in range(LAUNCHES))
+    kernel = ir.Kernel("aten.neg.default", ir.Origin.ATEN, "aten::neg(Tensor self) -> Tensor")
+    return ir.Trace(
+        ir.Step("chain", f"{num_bytes} bytes", 1, 1), (kernel,), buffers, launches, (("y", views[-1]),)
+    )

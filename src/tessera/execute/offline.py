@@ -189,14 +189,3 @@ class _One(Content[int]):
 
     def requests(self) -> list[int]:
         return [] if self._held is None else [self._held]
-
-
-def rate_per_s(results: Sequence[RunResult]) -> float:
-    """While all microbatches were full, else over the whole list."""
-    stops = sorted(result.stop_s for result in results)
-    num = len({result.microbatch for result in results})
-    full_s, last_s = stops[min(num, len(stops)) - 1], max(result.start_s for result in results)
-    ended = [stop for stop in stops[num:] if stop <= last_s]
-    if not ended:
-        return len(stops) / (stops[-1] - min(result.start_s for result in results))
-    return len(ended) / (ended[-1] - full_s)

@@ -245,13 +245,12 @@ if TYPE_CHECKING:
 class SpanLog:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._spans: dict[int, list[Span]] = {}
-        self._requests: dict[int, int] = {}
-        self.cpu_us = dict.fromkeys(plan.cluster.names, 0.0)
-        self._origin_s = 0.0
+        self.begin(0.0)
 
     def begin(self, origin_s: float) -> None:
-        self._spans, self._requests, self._origin_s = {}, {}, origin_s
+        self._spans: dict[int, list[Span]] = {}
+        self._requests: dict[int, int] = {}
+        self._origin_s = origin_s
         self.cpu_us = dict.fromkeys(self._plan.cluster.names, 0.0)
 
     def open(self, microbatch: int, request: int) -> None:

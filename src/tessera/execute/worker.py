@@ -23,16 +23,7 @@ from tessera import ir
 from tessera.errors import TesseraError, WorkerError
 from tessera.execute.engine_connection import EngineConnection
 from tessera.execute.launcher import Launcher
-from tessera.execute.memory import (
-    ProgramMemory,
-    StatePlace,
-    Storage,
-    WorkerMemory,
-    bind_storages,
-    bytes_of,
-    is_cleared,
-    tensor_of,
-)
+from tessera.execute.memory import ProgramMemory, WorkerMemory, bind_storages, bytes_of, tensor_of
 from tessera.execute.messages import Begin, Done, Failed, LateInputs, LoadLanes, Setup, pack, unpack
 from tessera.execute.page_mover import PageCopier, PageMover
 from tessera.execute.schedule import Job, Queue
@@ -70,7 +61,7 @@ class CpuWorker(DeviceWorker):
         self._arrivals: dict[int, list[tuple[int, float, float]]] = {}
         self._launchers: list[Launcher] = []
         self._mixtures: dict[tuple[int, int], tuple[str, ir.View]] = {}
-        self._memory = WorkerMemory(setup.device)
+        self._state = self._memory = WorkerMemory(setup.device)
         self._programs_memory: dict[tuple[int, int, int], ProgramMemory] = {}
         self._add(LoadLanes(setup.programs, setup.traces))
         progress = setup.progress
@@ -109,9 +100,6 @@ class CpuWorker(DeviceWorker):
             self._memory.add_step(trace, bind_storages(trace, kinds, self._setup.weights, is_partial=True))
         self._programs += new.programs
         self._memory.add_homes(self._live)
-
-    def _find(self, place: StatePlace, name: str) -> Storage | None:
-        return self._memory.find(place, name, self._programs)
 
     def _drop(self, lanes: Collection[int], homes: Collection[int]) -> None:
         for key in [key for key in self._programs_memory if key[1] in lanes]:
@@ -224,12 +212,6 @@ class CpuWorker(DeviceWorker):
             column = program.instructions[self._setup.device]
             here.actions.extend(self._action(x, here, microbatch) for x in column)
         return self._programs_memory[key]
-
-    def _clear(self, microbatch: int, lane: int) -> None:
-        for index, program in enumerate(self._programs[lane]):
-            for name, contents in self._memory_of(microbatch, lane, index).state.items():
-                if is_cleared(program, name):
-                    contents.zero_()
 
     def _cancel(self, run: int) -> None:
         self._cancelled.add(run)

@@ -15,6 +15,7 @@ from tessera.execute import messages
 from tessera.execute.engine_connection import EngineConnection
 from tessera.execute.links import Gone, Links
 from tessera.execute.mailbox import Hangup
+from tessera.execute.memory import DeviceState, StatePlace, Storage, is_cleared
 from tessera.execute.page_mover import PageMover, PageNews
 from tessera.ir import Program
 
@@ -27,6 +28,7 @@ class DeviceWorker(ABC):
         self._links = Links(setup, engine.mailbox, engine.post)
         self._links.pages = lambda *news: engine.post(PageNews(*news))
         self._pages: PageMover
+        self._state: DeviceState
 
     def loop(self) -> None:
         self._engine.where = self._where
@@ -93,6 +95,13 @@ class DeviceWorker(ABC):
 
     def _clear(self, microbatch: int, lane: int) -> None:
         """Zeroes a microbatch's state, except pages of its home."""
+        for program in self._programs[lane]:
+            for name, contents in self._state.named(microbatch, program).items():
+                if is_cleared(program, name):
+                    contents.zero_()
+
+    def _find(self, place: StatePlace, name: str) -> Storage | None:
+        return self._state.find(place, name, self._programs)
 
     def _load(self, new: messages.LoadLanes) -> None:
         """Adds lanes and steps."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from tessera.errors import MismatchError, TesseraError, WorkerError
 from tessera.execute import messages, stepper
-from tessera.execute.hub import Hub, LostWorker, Up, Wake
+from tessera.execute.hub import Hub, LostWorker, Wake
 from tessera.execute.lanes import Lanes, LoadedLane
 from tessera.execute.lower import describe
 from tessera.execute.mailbox import Hangup
@@ -213,7 +213,7 @@ class WorkerStepper(Runs):
             device, message = news
             place = f"device {self._names[device]}" if device >= 0 else ""
             match message:
-                case Up():
+                case messages.WorkerReady():
                     waiting.discard(device)
                 case messages.Failed(text, remedy):
                     raise WorkerError(
@@ -236,7 +236,7 @@ class WorkerStepper(Runs):
                 self.over(run, device)
                 for stale in self._stale.values():
                     stale.discard((run, device))
-            case Up():
+            case messages.WorkerReady():
                 self.lanes.lost.discard(self._names[device])
                 self._events.append(stepper.DeviceBack(self._names[device]))
             case Hangup(reason):

@@ -1,12 +1,11 @@
 """What is proposed for judgement."""
 
-import numpy as np
 
 from plan_factories import MiB, layered_case
 from tessera.plan.config import FULL
 from tessera.plan.pricing import throughput
 from tessera.plan.problem import Mix, build, microbatch_counts
-from tessera.plan.search.local import Search, _by_segment, is_filled, throughput_mixes
+from tessera.plan.search.local import Search, is_filled, throughput_mixes
 from tessera.plan.search.task import Task
 from tessera.simulate import SteadyRates
 
@@ -63,7 +62,6 @@ def climbed() -> tuple[Task, list[Mix]]:
     for depth in FULL.depths:
         search.look(throughput.generate(task.pool, 2 * depth).mix)
     search.climb()
-    search.refine()
     return task, [mix for _, mix in search.found]
 
 
@@ -79,7 +77,7 @@ def test_no_more_is_simulated_than_the_budget_allows() -> None:
     ]
 
     assert len(keys) == len(set(keys))
-    assert len(seen) <= FULL.max_looks + FULL.max_segments
+    assert len(seen) <= FULL.max_looks
 
 
 def test_a_single_placement_is_among_the_starts() -> None:
@@ -111,11 +109,3 @@ def test_where_microbatches_decode_for_ever_none_lives_on_what_others_leave() ->
     task = judged_task(is_served=True)
 
     assert not any(is_filled(task, mix.columns) for mix in throughput_mixes(task))
-
-
-def test_a_segment_moves_to_the_device_before_or_behind_it() -> None:
-    """Those at both ends first; a whole placement has none."""
-    moved = [x.tolist() for x in _by_segment(np.array([0, 1, 1, 2]))]
-
-    assert [[1, 1, 1, 2], [0, 1, 1, 1], [0, 0, 0, 2], [0, 2, 2, 2]] == moved
-    assert not list(_by_segment(np.zeros(3, dtype=np.int64)))

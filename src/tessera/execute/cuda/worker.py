@@ -32,7 +32,6 @@ from tessera.execute.cuda.share import MicrobatchBuffers, ShareGraph
 from tessera.execute.cuda.transport import ALIGN, GpuTransport
 from tessera.execute.engine_connection import EngineConnection
 from tessera.execute.links import Links
-from tessera.execute.memory import StatePlace, Storage, is_cleared
 from tessera.execute.page_mover import PageMover
 from tessera.execute.worker_loop import DeviceWorker
 from tessera.ir import Program, Recv, Run
@@ -76,6 +75,7 @@ class CudaWorker(DeviceWorker):
             is_profiled=setup.is_profiled,
             transport=_opener(setup, engine, self._links),
         )
+        self._state = self._graphs.state
         self._clock = GpuClock.of(self._graphs.device) if setup.is_profiled else None
         copier, hold_s = GpuCopier(self._graphs.device), _hold_s(setup)
         self._pages = PageMover(setup, self._find, copier, self._links, engine.tell, hold_s)
@@ -113,9 +113,6 @@ class CudaWorker(DeviceWorker):
             self._numbers.append(self._graphs.add(programs, lane in self._setup.dropped))
         self._programs += new.programs
         self._graphs.keep_weights()
-
-    def _find(self, place: StatePlace, name: str) -> Storage | None:
-        return self._graphs.state.find(place, name, self._programs)
 
     def _drop(self, lanes: Collection[int], homes: Collection[int]) -> None:
         self._graphs.drop([number for lane in lanes for number in self._numbers[lane]], homes)
@@ -299,12 +296,8 @@ class CudaWorker(DeviceWorker):
             time.sleep(1e-3)
 
     def _clear(self, microbatch: int, lane: int) -> None:
-        room = self._graphs.buffers(microbatch)
-        with torch.cuda.stream(room.origin):
-            for program in self._programs[lane]:
-                for name, contents in self._graphs.state.named(microbatch, program).items():
-                    if is_cleared(program, name):
-                        contents.zero_()
+        with torch.cuda.stream(self._graphs.buffers(microbatch).origin):
+            super()._clear(microbatch, lane)
 
 
 def _opener(

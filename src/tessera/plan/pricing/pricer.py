@@ -142,23 +142,17 @@ class PricedChoices:
 
 
 @dataclass(frozen=True, eq=False)
-class Priced:
-    labels: Labels
-    bound: float
-
-
-@dataclass(frozen=True, eq=False)
 class Pricer:
     problem: Problem
     config: SearchConfig = FULL
     _networks: dict[bool, Network] = field(default_factory=dict)
 
-    def cheapest(self, prices: Prices, starts: Sequence[Labels] = ()) -> Priced:
-        """`starts` help with more than two devices."""
+    def cheapest(self, prices: Prices, starts: Sequence[Labels] = ()) -> tuple[Labels, float]:
+        """With its lower bound; `starts` help with more than two devices."""
         prob = self.problem
         own = (prices.device + prices.path) * prob.load_us
         if prob.num_devices == 1:
-            return Priced(np.zeros(prob.num_nodes, dtype=np.int64), float(own.sum()))
+            return np.zeros(prob.num_nodes, dtype=np.int64), float(own.sum())
         move = prices.link * prob.wire_us + prices.path * prob.transfer_us
         resident = None if prices.memory is None else prob.resident(prices.microbatches, prices.tilt)
         choices = PricedChoices(own, move, prices.memory, resident)
@@ -166,20 +160,20 @@ class Pricer:
             choices = replace(choices, own=own + _refusals(prob, choices))
             own = choices.own
         if prob.num_devices == 2:
-            return Priced(*self.swapped(np.zeros(prob.num_nodes, dtype=np.int64), choices, (0, 1)))
+            return self.swapped(np.zeros(prob.num_nodes, dtype=np.int64), choices, (0, 1))
         if prices.memory is not None:
-            return self._by_swaps(choices, starts, float(own.min(axis=1).sum()))
+            return self._by_swaps(choices, starts), float(own.min(axis=1).sum())
         found, bound = self._elimination.solve(own, move)
         if choices.cost(prob, found) <= bound * (1 + self.config.exact):
-            return Priced(found, bound)
-        return self._by_swaps(choices, (found, *starts), bound)
+            return found, bound
+        return self._by_swaps(choices, (found, *starts)), bound
 
     @cached_property
     def _elimination(self) -> Elimination:
         prob = self.problem
         return elimination(prob.num_nodes, prob.num_devices, prob.values, self.config.max_entries)
 
-    def _by_swaps(self, choices: PricedChoices, starts: Sequence[Labels], bound: float) -> Priced:
+    def _by_swaps(self, choices: PricedChoices, starts: Sequence[Labels]) -> Labels:
         prob = self.problem
         cost, best = min(
             ((choices.cost(prob, labels), labels) for labels in (*starts, choices.own.argmin(axis=1))),
@@ -195,7 +189,7 @@ class Pricer:
                     best, cost = tried, tried_cost
             if cost >= before * (1 - 1e-9):
                 break
-        return Priced(best, bound)
+        return best
 
     def swapped(self, labels: Labels, choices: PricedChoices, pair: tuple[int, int]) -> tuple[Labels, float]:
         """The best exchange of nodes between two devices, with its lower bound."""

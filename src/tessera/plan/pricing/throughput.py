@@ -118,8 +118,8 @@ class Pool:
         """With the bound per work unit."""
         cost = _costs(self.columns, prices) if self.columns else np.zeros(0)
         starts = [self.columns[i].labels for i in np.argsort(cost)[:2]]
-        priced = self.pricer.cheapest(prices, starts)
-        return self.problem.column(priced.labels), priced.bound
+        labels, bound = self.pricer.cheapest(prices, starts)
+        return self.problem.column(labels), bound
 
     def fitting(self, microbatches: int, prices: Prices | None = None) -> Column:
         """A cheap placement that fits, if one was found.
