@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from tessera.execute import driver, worker
+from tessera.execute import driver, hub, worker
 from tessera.execute.cuda import device, measure, share
 from tessera.execute.driver import MemOp
 from tessera.execute.engine_connection import EngineConnection
-from tessera.execute.hub import Hub
 from tessera.execute.messages import Setup
 from tessera.execute.worker_stepper import WorkerStepper
 
@@ -154,7 +153,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         "fetch_kernel": lambda ordinal: None,
     }.items():
         patch(driver, name, what)
-    patch(Hub, "_launch", _launch)
+    patch(hub, "LocalProcess", _Thread)
     patch(device, "_FREE", {})
     patch(device, "_PARTS", {})
     patch(device, "PaceKernel", PaceKernel)
@@ -195,11 +194,11 @@ class _Killed(BaseException):
 
 
 class _Thread:
-    """A worker that is a thread."""
+    """A worker that is a thread of this process, so that what stands in for the GPU is its own too."""
 
     pid: int | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, *process: object) -> None:
         self.engine: EngineConnection | None = None
         self._ident = 0
         self._is_over = threading.Event()
@@ -232,8 +231,3 @@ def cut_off(stepper: WorkerStepper, number: int) -> None:
     assert isinstance(process, _Thread), "it was started"
     assert process.engine is not None
     process.engine.close()
-
-
-def _launch(self: Hub, device: int, setup: Setup) -> _Thread:
-    """Workers are threads of this process, so that what stands in for the GPU is theirs too."""
-    return _Thread()

@@ -283,6 +283,10 @@ class Hub:
         )
         return self.max_bytes() if is_known else MAX_ASKED_BYTES
 
+    def _launch(self, device: int, setup: messages.Setup) -> LocalProcess:
+        name = f"tessera-{self.names[device]}"
+        return LocalProcess(worker.main, (self._folder,), name, self._method)
+
     def _post(self, source: Any, message: Any) -> None:
         self._posts.put((source, message))
         if self._mailbox is not None and not self._is_over.is_set():
@@ -315,8 +319,7 @@ class Hub:
     def _try_start(self, device: int, setup: messages.Setup) -> None:
         source = (device, setup.epoch)
         try:
-            name = f"tessera-{self.names[device]}"
-            process = LocalProcess(worker.main, (self._folder,), name, self._method)
+            process = self._launch(device, setup)
         except TesseraError as error:
             self._post(source, messages.Failed(error.message, error.remedy))
             return

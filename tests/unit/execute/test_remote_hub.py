@@ -25,7 +25,7 @@ from tessera.execute.engine_connection import (
     connect_engine,
     own_version,
 )
-from tessera.execute.hub import FIRST_PAUSE_S, Hub, Up
+from tessera.execute.hub import FIRST_PAUSE_S, Hub
 from tessera.execute.lanes import Lanes
 from tessera.execute.mailbox import Hangup
 from tessera.execute.memory import ready_programs
@@ -259,7 +259,7 @@ def test_an_absent_device_is_awaited_without_a_pause(
     hub = hub_of(plan, gate)
     workers = [start_worker(gate, 0), start_worker(gate, 1)]
     hub.start()
-    assert [Up(0), Up(0)] == [hub.take(30.0)[1] for _ in range(2)]  # type: ignore[index]
+    assert all(isinstance(hub.take(30.0)[1], messages.WorkerReady) for _ in range(2))  # type: ignore[index]
     workers[1].kill()
     assert isinstance(hub.take(30.0)[1], Hangup)  # type: ignore[index]
     for failures in (1, 2, 3):
@@ -269,7 +269,8 @@ def test_an_absent_device_is_awaited_without_a_pause(
     assert hub.take(1.0) is None
     workers.append(start_worker(gate, 1))
     start_s = time.monotonic()
-    assert hub.take(30.0) == (1, Up(3))
+    assert isinstance(hub.take(30.0)[1], messages.WorkerReady)  # type: ignore[index]
+    assert (3, True) == (hub.epoch(1), hub.is_ready(1))
     waited_s = time.monotonic() - start_s
     hub.stop()
     for worker in workers:
