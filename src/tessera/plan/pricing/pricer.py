@@ -175,10 +175,9 @@ class Pricer:
 
     def _by_swaps(self, choices: PricedChoices, starts: Sequence[Labels]) -> Labels:
         prob = self.problem
-        cost, best = min(
-            ((choices.cost(prob, labels), labels) for labels in (*starts, choices.own.argmin(axis=1))),
-            key=lambda x: x[0],
-        )
+        begun: list[Labels] = [*starts, choices.own.argmin(axis=1)]
+        best = min(begun, key=lambda labels: choices.cost(prob, labels))
+        cost = choices.cost(prob, best)
         pairs = [(a, b) for b in range(prob.num_devices) for a in range(b)]
         for _ in range(self.config.max_sweeps):
             before = cost
