@@ -1,6 +1,5 @@
 """What is proposed for judgement."""
 
-
 from plan_factories import MiB, layered_case
 from tessera.plan.config import FULL
 from tessera.plan.pricing import throughput
