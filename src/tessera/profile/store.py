@@ -66,7 +66,7 @@ class Machine:
 
 class StoredRow(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: Kind
-    # Of `distinct`, or a trace's digest.
+    # A key of `distinct`, or a digest of a trace.
     key: str = ""
     identity: Mapping[str, str] = {}
     clock_mhz: float | None = None
