@@ -7,7 +7,7 @@ from pathlib import Path
 
 NODES = Path("/sys/devices/system/node")
 CPUS = Path("/sys/devices/system/cpu")
-CPUINFO = Path("/proc/cpuinfo")
+CPUINFO, MEMINFO = Path("/proc/cpuinfo"), Path("/proc/meminfo")
 # Where the system does not say.
 CACHE_BYTES = 32 << 20
 FLAGS = {
@@ -30,8 +30,7 @@ def host_nodes() -> tuple[HostNode, ...]:
     for path in sorted(NODES.glob("node[0-9]*")):
         words = _text(path / "meminfo").split()
         sizes[path] = int(words[words.index("MemTotal:") + 1]) if "MemTotal:" in words else 0
-    # Nodes may not count memory that was added to a running machine.
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = memory_bytes()  # nodes may not count memory that was added to a running machine
     nodes = []
     for path, size in sizes.items():
         cores = tuple(c for c in _numbers(_text(path / "cpulist")) if c in usable)
@@ -39,6 +38,15 @@ def host_nodes() -> tuple[HostNode, ...]:
             number = int(path.name.removeprefix("node"))
             nodes.append(HostNode(number, cores, total * size // sum(sizes.values())))
     return tuple(nodes) or (HostNode(0, tuple(sorted(usable)), total),)
+
+
+def memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def available_bytes() -> int:
+    words = _text(MEMINFO).split()
+    return int(words[words.index("MemAvailable:") + 1]) << 10 if "MemAvailable:" in words else memory_bytes()
 
 
 def cache_bytes() -> int:

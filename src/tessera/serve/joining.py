@@ -82,18 +82,15 @@ def keep_working(
 def _session(*arguments: Any) -> tuple[TesseraError | None, str]:
     warm_up(PRELOADED)
     process = LocalProcess(_session_main, arguments, "tessera-worker", FORKSERVER)
-    kind, words = "", []
+    error: TesseraError | None = None
     try:
-        kind, *words = process.pipe.recv()
+        error = process.pipe.recv()
     except EOFError:
         pass  # it worked until the engine hung up, or was killed
     except KeyboardInterrupt:
         process.end(0.0)
         raise
-    how = process.end(STOP_TIMEOUT_S)
-    if not kind:
-        return None, how
-    return (WorkerError if kind == WorkerError.__name__ else MismatchError)(*words), how
+    return error, process.end(STOP_TIMEOUT_S)
 
 
 def _session_main(outcome: Pipe, *arguments: Any) -> None:
@@ -102,9 +99,7 @@ def _session_main(outcome: Pipe, *arguments: Any) -> None:
     try:
         join(*(*arguments, lambda line: print(line, file=sys.stderr, flush=True)))
     except TesseraError as error:
-        is_gone = isinstance(error, WorkerError)
-        name = WorkerError.__name__ if is_gone else MismatchError.__name__
-        outcome.send((name, error.message, error.remedy, error.place))
+        outcome.send(error)
         outcome.close()
     os._exit(0)  # threads may still wait for lost peers
 

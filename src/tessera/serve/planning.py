@@ -33,6 +33,7 @@ from tessera.errors import CaptureError, DeviceMemoryError, MismatchError, PlanI
 from tessera.execute.processes import FORKSERVER, warm_up
 from tessera.execute.worker_stepper import MakeHub, WorkerStepper
 from tessera.ir.files import cache_folder, chunks_of, parse, write_whole
+from tessera.ir.host import memory_bytes
 from tessera.serve.groups import plans_of
 from tessera.serve.pages import modest_bytes, steady
 from tessera.serve.records import ServeSpec, Shape, step_name
@@ -236,7 +237,7 @@ class AwayBackend(CpuBackend):
     def build(self, model: str, spec: ServeSpec) -> "ServedModel":
         from tessera.serve.steps import served, weight_bytes
 
-        size, here = weight_bytes(place_of(model)), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        size, here = weight_bytes(place_of(model)), memory_bytes()
         if size > here:
             message = (
                 f"{model} has {size / 1e9:.1f} GB of weights; this machine has {here / 1e9:.1f} GB of memory"

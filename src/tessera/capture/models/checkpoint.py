@@ -22,6 +22,7 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from tessera.errors import CaptureError, TesseraError, extra_module
+from tessera.ir.host import available_bytes
 
 MAX_JSON_BYTES = 64 * 2**20
 # Not JSON numbers: transformers writes {"__float__": "Infinity"}.
@@ -248,7 +249,7 @@ def load(
             empty = make()
     size = sum(tensor.nbytes for tensor in (*empty.parameters(), *empty.buffers()))
     need = weight_bytes(folder) if is_packed else size
-    if has_values() and need > (have := memory_bytes()):
+    if has_values() and need > (have := available_bytes()):
         raise CaptureError(
             f"its weights take {_gb(need)}; {_gb(have)} of memory are free",
             "Plan it, or capture it with --device fake, which needs none.",
@@ -332,14 +333,6 @@ def _bounded(folder: Path, what: str) -> Iterator[None]:
         stack.callback(torch_module.register_module_parameter_registration_hook(add).remove)
         stack.callback(torch_module.register_module_buffer_registration_hook(add).remove)
         yield
-
-
-def memory_bytes() -> int:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @contextmanager

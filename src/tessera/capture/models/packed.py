@@ -388,43 +388,34 @@ def packed_tensors(
         target = base + renamed
         bits = next((bits for pattern, bits in packing.others if re.match(pattern, base)), packing.bits)
         own = replace(packing, bits=bits)
-        given = partial(_checked, target, types, partial(read, packing=own, dtype=dtype))
-        weight = tensors[name], parts, shapes.get(target), is_outline
-        result[target] = Unread(partial(_read, given, *weight))
+        given = target, types, partial(read, packing=own, dtype=dtype), tensors[name], parts
+        result[target] = Unread(partial(_read, *given, shapes.get(target), is_outline))
     return result
 
 
-def _checked(
-    name: str, types: Sequence[torch.dtype], read: Callable[..., PackedWeight], weight: torch.Tensor,
-    parts: Mapping[str, torch.Tensor],
+def _read(
+    name: str, types: Sequence[torch.dtype], read: Callable[..., PackedWeight], weight: Any, parts: Tensors,
+    shape: Sequence[int] | None, is_outline: bool,
 ) -> PackedWeight:  # fmt: skip
-    if weight.dtype not in types or weight.dim() < 2:
-        raise CaptureError(f"{name} is packed as {tuple(weight.shape)} of {weight.dtype}", AGAIN)
+    tensor = outline(weight) if is_outline else weight[...]
+    held = {key: outline(x) if is_outline and "scale" in key else x[...] for key, x in parts.items()}
+    if tensor.dtype not in types or tensor.dim() < 2:
+        raise CaptureError(f"{name} is packed as {tuple(tensor.shape)} of {tensor.dtype}", AGAIN)
     try:
-        made = read(weight, parts)
+        made = read(tensor, held)
     except (RuntimeError, LookupError, ZeroDivisionError) as error:
         raise CaptureError(f"{name} cannot be unpacked: {first_line(error)}", AGAIN) from error
-    rows = made.codes.shape[-2], num_columns(made.codes, made.code.format, made.code.block)
-    blocks = [*made.codes.shape[:-2], *(-(-n // b) for n, b in zip(rows, made.code.block, strict=True))]
+    form, block = made.code.format, made.code.block
+    rows = made.codes.shape[-2], num_columns(made.codes, form, block)
+    blocks = [*made.codes.shape[:-2], *(-(-n // b) for n, b in zip(rows, block, strict=True))]
     for part in (made.scales, made.zeros):
         if part is not None and list(part.shape) != blocks:
             message = f"{name} has scales or zeros of shape {list(part.shape)}, where {blocks} fits"
             raise CaptureError(message, AGAIN)
-    if made.scales.is_floating_point() != (made.code.format != "mxfp4"):
+    if made.scales.is_floating_point() != (form != "mxfp4"):
         raise CaptureError(f"{name} has scales of {made.scales.dtype}", AGAIN)
-    return made
-
-
-def _read(
-    read: Callable[..., PackedWeight], weight: Any, parts: Tensors, shape: Sequence[int] | None,
-    is_outline: bool,
-) -> PackedWeight:  # fmt: skip
     if is_outline:
-        parts = {key: outline(part) if "scale" in key else part[...] for key, part in parts.items()}
-        made = read(outline(weight), parts).each(lambda part: part.to("meta"))
-    else:
-        made = read(weight[...], {key: part[...] for key, part in parts.items()})
-    form, block = made.code.format, made.code.block
+        made = made.each(lambda part: part.to("meta"))
     if packing.can_tile(made.codes, made.scales, form, block):
         codes, scales, tiled, block = packing.tile(made.codes, made.scales, made.zeros, form, block)
         code = replace(made.code, format=tiled, block=block)
