@@ -17,36 +17,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from tessera.capture import Workload, known_models
-from tessera.capture.models.vision import PICTURE_TOKENS, grid_of
+from tessera.capture.models.vision import PICTURE_TOKENS, grid_of, rotary
 from tessera.errors import AskError, extra_module
 from tessera.execute.stepper import Tensors
 from tessera.serve.records import PromptPicture
 from tessera.serve.text import MARK
 
 GRID = grid_of(PICTURE_TOKENS)
-SHIFT = max(GRID) - PICTURE_TOKENS
 PILLOW = ("PIL.Image", "serve", "pillow")
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 # A decoded picture takes three bytes per pixel.
 MAX_PIXELS = 32 << 20
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 DEVIATION = (0.26862954, 0.26130258, 0.27577711)
-
-
-def rotary(positions: npt.NDArray[np.int64], starts: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Rotary positions [3, ...]; pictures begin at `starts`."""
-    axes = np.stack([positions] * 3)
-    for number, start in enumerate(starts):
-        inside = positions - start
-        grid = np.stack([np.zeros_like(inside), inside // GRID[1], inside % GRID[1]])
-        is_seen = (inside >= 0) & (inside < PICTURE_TOKENS)
-        axes = np.where(is_seen, grid + start + number * SHIFT, axes)
-        axes = np.where(inside >= PICTURE_TOKENS, positions + (number + 1) * SHIFT, axes)
-    return axes
 
 
 class SeenPictures:

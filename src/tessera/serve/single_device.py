@@ -32,7 +32,8 @@ from tessera.capture.models.denoisers import PIPELINE
 from tessera.capture.models.hf import config_of
 from tessera.errors import ArtifactError, AskError, ServiceBusy, ServiceClosing, extra_module
 from tessera.ir import Step
-from tessera.serve.records import Ask, DeviceView, Events, ImageDraft, Snapshot
+from tessera.serve.openai.bodies import ImageRequest
+from tessera.serve.records import Ask, DeviceView, Events, Snapshot
 
 MAX_ROWS, MAX_PADDED = 64, 8192
 MAX_INPUTS, MAX_REQUESTS = 2**16, 64
@@ -308,17 +309,17 @@ class TextToImage:
             )
         return cls(pipeline, device)
 
-    def length(self, draft: ImageDraft) -> int:
+    def length(self, request: ImageRequest) -> int:
         return 0
 
-    def fits(self, batch: Sequence[ImageDraft]) -> bool:
+    def fits(self, batch: Sequence[ImageRequest]) -> bool:
         return len(batch) == 1
 
-    def run(self, batch: Sequence[ImageDraft], is_gone: Callable[[], bool]) -> Sequence[list[bytes]]:
-        return [self.generate(draft, is_gone) for draft in batch]
+    def run(self, batch: Sequence[ImageRequest], is_gone: Callable[[], bool]) -> Sequence[list[bytes]]:
+        return [self.generate(request, is_gone) for request in batch]
 
-    def generate(self, draft: ImageDraft, is_gone: Callable[[], bool]) -> list[bytes]:
-        options: dict[str, Any] = {name: value for name, value in draft.options.items() if value is not None}
+    def generate(self, request: ImageRequest, is_gone: Callable[[], bool]) -> list[bytes]:
+        options = request.options
         for name in options:
             if name not in self._takes:
                 raise AskError(
@@ -327,12 +328,12 @@ class TextToImage:
         if "callback_on_step_end" in self._takes:
             options["callback_on_step_end"] = _watch(is_gone)
         pictures = []
-        for number in range(draft.n):
+        for number in range(request.n or 1):
             if is_gone():
                 raise _Gone
-            if draft.seed is not None:
-                options["generator"] = torch.Generator().manual_seed(draft.seed + number)
-            pictures.append(_written(self._draw(draft.prompt, options), draft.form))
+            if request.seed is not None:
+                options["generator"] = torch.Generator().manual_seed(request.seed + number)
+            pictures.append(_written(self._draw(request.prompt, options), request.form))
         return pictures
 
     def _draw(self, prompt: str, options: dict[str, Any]) -> Any:

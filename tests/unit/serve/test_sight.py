@@ -15,11 +15,11 @@ pytest.importorskip("transformers")
 from own_code import reference
 from reference_stepper import ReferenceStepper
 from serving_factory import policies_of
-from tessera.capture.models.vision import PICTURE_TOKENS
+from tessera.capture.models.vision import PICTURE_TOKENS, rotary
 from tessera.execute.stepper import DeviceLost, Event, StepCall, StepDone
 from tessera.serve.records import Ask, Finish, PromptPicture, Sampling, ServeSpec, Shape
 from tessera.serve.service import Service
-from tessera.serve.sight import GRID, rotary
+from tessera.serve.sight import GRID
 from tessera.serve.steps import ServedModel, served
 from tessera.serve.text import ByteText
 

@@ -8,8 +8,11 @@ Window boundaries depend on the image size alone and are plain numbers: the visi
 the device.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -136,14 +139,23 @@ def num_image_tokens(step: Step) -> int:
 
 
 def rotary_positions(width: int, num_image: int) -> torch.Tensor:
-    """Text advances all three, the image spans its grid."""
-    text = torch.arange(width)
-    positions = torch.stack([text, text, text])
-    if num_image:
-        rows, columns = grid_of(num_image)
-        start, stop = NUM_LEADING, NUM_LEADING + num_image
-        positions[0, start:stop] = start
-        positions[1, start:stop] = start + torch.arange(rows).repeat_interleave(columns)
-        positions[2, start:stop] = start + torch.arange(columns).repeat(rows)
-        positions[:, stop:] = start + max(rows, columns) + torch.arange(width - stop)
-    return positions
+    """Of a row that begins with `NUM_LEADING` tokens and a picture."""
+    starts = [NUM_LEADING] if num_image else []
+    return torch.tensor(rotary(np.arange(width), starts, num_image).tolist())
+
+
+def rotary(
+    positions: npt.NDArray[np.int64], starts: Sequence[int], num: int = PICTURE_TOKENS
+) -> npt.NDArray[np.int64]:
+    """Rotary positions [3, ...]; pictures of `num` tokens begin at `starts`.
+
+    Text advances all three axes, a picture spans its grid.
+    """
+    axes = np.stack([positions] * 3)
+    for number, start in enumerate(starts):
+        rows, columns = grid_of(num)
+        shift, inside = max(rows, columns) - num, positions - start
+        grid = np.stack([np.zeros_like(inside), inside // columns, inside % columns])
+        axes = np.where((inside >= 0) & (inside < num), grid + start + number * shift, axes)
+        axes = np.where(inside >= num, positions + (number + 1) * shift, axes)
+    return axes
