@@ -55,7 +55,7 @@ from tessera.serve.openai.write import (
     stream,
 )
 from tessera.serve.reading import Read, Reading
-from tessera.serve.records import Snapshot, step_name
+from tessera.serve.records import ImageDraft, Snapshot, step_name
 
 # Kind of model -> error for other requests.
 DOES = {
@@ -170,7 +170,7 @@ class BodyEndpoint:
             document = draft
         elif isinstance(draft, EmbeddingDraft):
             document = await answer_embedding(endpoint, draft)
-        elif isinstance(draft, ImageRequest):
+        elif isinstance(draft, ImageDraft):
             document = await answer_image(endpoint, draft)
         else:
             batch = await make_asks(draft, endpoint, client)

@@ -12,15 +12,15 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from tessera.execute.admission import FairQueue
-from tessera.serve.openai.bodies import ImageRequest
 from tessera.serve.openai.errors import ApiError
 from tessera.serve.openai.read import Draft, EmbeddingDraft, ModelCard
+from tessera.serve.records import ImageDraft
 
 # A body of this size takes about 0.2 s to read.
 SMALL_BYTES = 2**19
 SMALL_THREADS, LARGE_THREADS = 4, 1
 
-ReadBody = Draft | EmbeddingDraft | ImageRequest | bytes
+ReadBody = Draft | EmbeddingDraft | ImageDraft | bytes
 Read = Callable[[bytes, ModelCard], ReadBody]
 
 Result = TypeVar("Result")

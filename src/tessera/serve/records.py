@@ -295,6 +295,16 @@ class Snapshot(Counts):
     decided: dict[str, int] = field(default_factory=dict)
 
 
+class ImageDraft(msgspec.Struct, frozen=True, tag=True):
+    prompt: str
+    n: int
+    seed: int | None
+    # png, jpeg or webp.
+    form: str
+    # By the pipeline's own names.
+    options: dict[str, int | float | str | None]
+
+
 class AnswerService(Protocol):
     """Thread-safe."""
 

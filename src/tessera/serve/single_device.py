@@ -32,8 +32,7 @@ from tessera.capture.models.denoisers import PIPELINE
 from tessera.capture.models.hf import config_of
 from tessera.errors import ArtifactError, AskError, ServiceBusy, ServiceClosing, extra_module
 from tessera.ir import Step
-from tessera.serve.openai.bodies import ImageRequest
-from tessera.serve.records import Ask, DeviceView, Events, Snapshot
+from tessera.serve.records import Ask, DeviceView, Events, ImageDraft, Snapshot
 
 MAX_ROWS, MAX_PADDED = 64, 8192
 MAX_INPUTS, MAX_REQUESTS = 2**16, 64
@@ -309,17 +308,17 @@ class TextToImage:
             )
         return cls(pipeline, device)
 
-    def length(self, request: ImageRequest) -> int:
+    def length(self, draft: ImageDraft) -> int:
         return 0
 
-    def fits(self, batch: Sequence[ImageRequest]) -> bool:
+    def fits(self, batch: Sequence[ImageDraft]) -> bool:
         return len(batch) == 1
 
-    def run(self, batch: Sequence[ImageRequest], is_gone: Callable[[], bool]) -> Sequence[list[bytes]]:
-        return [self.generate(request, is_gone) for request in batch]
+    def run(self, batch: Sequence[ImageDraft], is_gone: Callable[[], bool]) -> Sequence[list[bytes]]:
+        return [self.generate(draft, is_gone) for draft in batch]
 
-    def generate(self, request: ImageRequest, is_gone: Callable[[], bool]) -> list[bytes]:
-        options = request.options
+    def generate(self, draft: ImageDraft, is_gone: Callable[[], bool]) -> list[bytes]:
+        options: dict[str, Any] = {name: value for name, value in draft.options.items() if value is not None}
         for name in options:
             if name not in self._takes:
                 raise AskError(
@@ -328,12 +327,12 @@ class TextToImage:
         if "callback_on_step_end" in self._takes:
             options["callback_on_step_end"] = _watch(is_gone)
         pictures = []
-        for number in range(request.n or 1):
+        for number in range(draft.n):
             if is_gone():
                 raise _Gone
-            if request.seed is not None:
-                options["generator"] = torch.Generator().manual_seed(request.seed + number)
-            pictures.append(_written(self._draw(request.prompt, options), request.form))
+            if draft.seed is not None:
+                options["generator"] = torch.Generator().manual_seed(draft.seed + number)
+            pictures.append(_written(self._draw(draft.prompt, options), draft.form))
         return pictures
 
     def _draw(self, prompt: str, options: dict[str, Any]) -> Any:

@@ -306,23 +306,6 @@ class ImageRequest(_Body, kw_only=True):
     guidance_scale: Annotated[float, Meta(ge=0, le=100)] | None = None
     seed: Annotated[int, Meta(ge=0, le=2**62)] | None = None
 
-    @property
-    def form(self) -> str:
-        return self.output_format or "png"
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """By the pipeline's own names; what is missing is chosen by the pipeline."""
-        width, height = (None, None) if self.size in (None, "auto") else map(int, str(self.size).split("x"))
-        options = {
-            "width": width,
-            "height": height,
-            "negative_prompt": self.negative_prompt,
-            "num_inference_steps": self.num_inference_steps,
-            "guidance_scale": self.guidance_scale,
-        }
-        return {name: value for name, value in options.items() if value is not None}
-
 
 Body = TypeVar("Body", bound=_Body)
 # Made here, before there are threads: msgspec inspects a type at its first use, and crashes the process if a

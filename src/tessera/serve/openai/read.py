@@ -21,7 +21,7 @@ from tessera.serve.grammar import Grammar, GrammarCompiler
 from tessera.serve.openai import bodies
 from tessera.serve.openai.errors import ApiError
 from tessera.serve.openai.tools import MAX_CALLS, answer_form, calls_form
-from tessera.serve.records import AnswerService, Ask, PromptPicture, Sampling
+from tessera.serve.records import AnswerService, Ask, ImageDraft, PromptPicture, Sampling
 from tessera.serve.text import MARK, Text
 
 if TYPE_CHECKING:
@@ -175,11 +175,21 @@ def read_embedding(raw: bytes, card: ModelCard) -> EmbeddingDraft:
     return EmbeddingDraft(tuple(inputs), request.encoding_format == "base64", size)
 
 
-def read_image(raw: bytes, card: ModelCard) -> bodies.ImageRequest:
+def read_image(raw: bytes, card: ModelCard) -> ImageDraft:
     request = bodies.parse(bodies.ImageRequest, raw, card.names)
-    if request.options.get("width", 0) * request.options.get("height", 0) > MAX_PIXELS:
-        raise bodies.invalid("size", f"more than {MAX_PIXELS:,} pixels")
-    return request
+    width = height = None
+    if request.size not in (None, "auto"):
+        width, height = map(int, str(request.size).split("x"))
+        if width * height > MAX_PIXELS:
+            raise bodies.invalid("size", f"more than {MAX_PIXELS:,} pixels")
+    options = {
+        "width": width,
+        "height": height,
+        "negative_prompt": request.negative_prompt,
+        "num_inference_steps": request.num_inference_steps,
+        "guidance_scale": request.guidance_scale,
+    }
+    return ImageDraft(request.prompt, request.n or 1, request.seed, request.output_format or "png", options)
 
 
 def tokenize(raw: bytes, card: ModelCard) -> bytes:

@@ -18,11 +18,10 @@ import msgspec
 
 from tessera import __version__
 from tessera.errors import TesseraError
-from tessera.serve.openai.bodies import ImageRequest
 from tessera.serve.openai.errors import ApiError, api_error
 from tessera.serve.openai.read import AskBatch, EmbeddingDraft, Endpoint, ModelCard
 from tessera.serve.openai.tools import FoundCalls, OutputPart
-from tessera.serve.records import AnswerPiece, AnswerService, Ask, Event, Events, Finish, Token
+from tessera.serve.records import AnswerPiece, AnswerService, Ask, Event, Events, Finish, ImageDraft, Token
 from tessera.serve.single_device import SingleDeviceService, cut
 
 if TYPE_CHECKING:
@@ -262,11 +261,11 @@ def _vectors(model: str, draft: EmbeddingDraft, vectors: "Sequence[torch.Tensor]
     return _encode({"object": "list", "data": shown, "model": model, "usage": usage})
 
 
-async def answer_image(endpoint: Endpoint, request: ImageRequest) -> bytes:
+async def answer_image(endpoint: Endpoint, draft: ImageDraft) -> bytes:
     assert isinstance(endpoint.service, SingleDeviceService), "the route requires a pipeline"
-    (pictures,) = await endpoint.service.compute([request])
+    (pictures,) = await endpoint.service.compute([draft])
     shown = [{"b64_json": b64encode(picture).decode()} for picture in pictures]
-    return _encode({"created": int(time.time()), "output_format": request.form, "data": shown})
+    return _encode({"created": int(time.time()), "output_format": draft.form, "data": shown})
 
 
 async def send_document(document: bytes, send: Any) -> None:
