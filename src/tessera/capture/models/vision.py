@@ -139,7 +139,7 @@ def num_image_tokens(step: Step) -> int:
 
 
 def rotary_positions(width: int, num_image: int) -> torch.Tensor:
-    """Of a row that begins with `NUM_LEADING` tokens and a picture."""
+    """A row begins with `NUM_LEADING` tokens and a picture."""
     starts = [NUM_LEADING] if num_image else []
     return torch.tensor(rotary(np.arange(width), starts, num_image).tolist())
 
