@@ -204,7 +204,7 @@ class CpuTimer(LaunchTimer):
 
     def identity(self) -> dict[str, str]:
         threads = f"{self._num_threads} beside one" if self._num_threads > 1 else "1"
-        return {"device": cpu_name(), "torch": torch.__version__, "threads": threads}
+        return {"device": cpu_name(), "torch": str(torch.__version__), "threads": threads}
 
     def clock_mhz(self) -> float | None:
         """Only where the system fixes it."""

@@ -83,7 +83,7 @@ class CudaTimer(LaunchTimer):
             "device": self._properties.name,
             "sms": str(self._num_sms or self._properties.multi_processor_count),
             "driver": _driver(),
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "cuda": str(torch.version.cuda),
         }
 
