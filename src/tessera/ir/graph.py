@@ -144,7 +144,7 @@ def check_steps(traces: Sequence[Trace]) -> None:
 
 
 class _Uneven(Exception):
-    """The args are the path to the difference, innermost first."""
+    """The args are the path to the difference."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +179,7 @@ class StepFamily:
         try:
             written: Graph = self._blend(factors, whole)
         except _Uneven as error:
-            where = ".".join(str(part) for part in reversed(error.args))
+            where = ".".join(map(str, error.args))
             sizes = ", ".join(f"{name} {getattr(step, name)}" for name in self.fields)
             raise MismatchError(
                 f"{first.kind} is recorded differently at other sizes ({sizes}): {where}",
@@ -191,48 +191,46 @@ class StepFamily:
 
     @cached_property
     def _blend(self) -> "_Blend":
-        return _blend(self.recordings)
+        return _blend(self.recordings) or (lambda factors, whole: self.recordings[0])
 
 
 # Factors of each recording's growth, and what to divide by -> value.
 _Blend = Callable[[Sequence[int], int], Any]
 
 
-def _blend(values: Sequence[Any]) -> _Blend:
-    """`values`: one of each recording."""
+def _blend(values: Sequence[Any], *path: Any) -> _Blend | None:
+    """`values`: one of each recording. None: they are equal."""
     one = values[0]
     if any(type(other) is not type(one) for other in values):
-        raise _Uneven
+        raise _Uneven(*path)
     if all(other == one for other in values[1:]):
-        return lambda factors, whole: one
+        return None
     if type(one) is int:
-        return partial(_grown, one, tuple(other - one for other in values[1:]))
+        return partial(_grown, one, tuple(other - one for other in values[1:]), path)
     names: Sequence[Any] = getattr(type(one), "__match_args__", ())  # a dataclass or a Struct
-    if isinstance(one, tuple) and len({len(value) for value in values}) == 1:
-        return partial(_made, tuple, _named(_blend, range(len(one)), zip(*values, strict=True)))
-    if not names or isinstance(one, tuple):
-        raise _Uneven
-    rows = ([getattr(value, name) for value in values] for name in names)
-    return partial(_made, lambda parts: type(one)(*parts), _named(_blend, names, rows))
+    rows: Sequence[Sequence[Any]]
+    if names and not isinstance(one, tuple):
+        rows = [[getattr(value, name) for value in values] for name in names]
+    elif isinstance(one, tuple) and len({len(value) for value in values}) == 1:
+        names, rows = range(len(one)), list(zip(*values, strict=True))
+    else:
+        raise _Uneven(*path)
+    blends = [_blend(row, *path, name) for name, row in zip(names, rows, strict=True)]
+    varying = [(number, blend) for number, blend in enumerate(blends) if blend is not None]
+    first = [row[0] for row in rows]
+
+    def made(factors: Sequence[int], whole: int) -> Any:
+        found = first.copy()
+        for number, blend in varying:
+            found[number] = blend(factors, whole)
+        return tuple(found) if isinstance(one, tuple) else type(one)(*found)
+
+    return made
 
 
-def _grown(one: int, growth: Sequence[int], factors: Sequence[int], whole: int) -> int:
+def _grown(one: int, growth: Sequence[int], path: Sequence[Any], factors: Sequence[int], whole: int) -> int:
     grown: int
     grown, rest = divmod(sum(map(mul, growth, factors)), whole)
     if rest:
-        raise _Uneven
+        raise _Uneven(*path)
     return one + grown
-
-
-def _made(make: Callable[[Any], Any], parts: dict[Any, _Blend], factors: Sequence[int], whole: int) -> Any:
-    return make(_named(lambda part: part(factors, whole), parts, parts.values()).values())
-
-
-def _named(of: Callable[[Any], Any], names: Iterable[Any], items: Iterable[Any]) -> dict[Any, Any]:
-    found = {}
-    for name, item in zip(names, items, strict=True):
-        try:
-            found[name] = of(item)
-        except _Uneven as error:
-            raise _Uneven(*error.args, name) from None
-    return found
