@@ -17,8 +17,6 @@ from tessera.plan.config import SearchConfig
 from tessera.plan.latency.layout import NEVER_US, Layout, floored, non_dominated, tails_of
 from tessera.plan.problem import Problem
 
-# Device weights of the remaining-work bound.
-MIXTURES = 9
 # Lowers bounds by more than the rounding error.
 ROUNDING = 1e-8
 
@@ -31,10 +29,6 @@ class Course:
     migration_us: Floats
     # [launch, device, 1]: lower bound from start to the end.
     tail_us: Floats
-    # [mixture, device]; rows sum to one.
-    weights: Floats
-    # [launch, mixture, 1]: weighted remaining work.
-    rest_us: Floats
 
     @property
     def least_us(self) -> float:
@@ -47,16 +41,7 @@ def course_of(layout: Layout, migration_us: Floats | None = None, fixed: Ints | 
     added = np.zeros_like(cost)
     if migration_us is not None:
         added[:-1] = floored(migration_us, layout.grid_us)
-    tail_us = tails_of(layout.items, cost)
-    num = cost.shape[1]
-    mixed = np.random.default_rng(0).dirichlet(np.ones(num), size=MIXTURES)
-    if num == 2:
-        share = np.linspace(0.1, 0.9, MIXTURES)
-        mixed = np.stack([share, 1.0 - share], axis=1)
-    weights = np.concatenate([np.eye(num), mixed])
-    least = (cost[:, None, :] * weights[None]).min(axis=2)
-    rest = np.concatenate([least[::-1].cumsum(axis=0)[::-1], np.zeros((1, len(weights)))])
-    return Course(layout, cost, added, tail_us[:, :, None], weights, rest[:, :, None])
+    return Course(layout, cost, added, tails_of(layout.items, cost)[:, :, None])
 
 
 def search(course: Course, width: int, known_us: float) -> tuple[Ints, float] | None:
@@ -136,11 +121,7 @@ def _ends(course: Course, launch: int, rows: Floats) -> Floats:
     move = course.layout.moves[launch]
     after = rows.take(move.column, axis=0)
     after += course.tail_us.take(move.reader, axis=0)
-    paths = after.min(axis=1).max(axis=0)
-    # Unused devices count only up to the known minimum duration.
-    free = np.minimum(rows[0], paths)
-    spread = (course.weights @ free + course.rest_us[launch + 1]).max(axis=0)
-    return np.asarray(np.maximum(paths, spread))
+    return np.asarray(after.min(axis=1).max(axis=0))
 
 
 def _kept(rows: Floats, ends: Floats, known_us: float) -> Ints:
