@@ -6,9 +6,9 @@ shared by consecutive steps is paid once per request. Links of a bus share a row
 its weights once, and per microbatch its state and the temporaries of the largest step. Step inputs and
 outputs are free.
 
-Devices are alike if costs, memory, constraints and links are equal. Swapping them preserves rates, so some
-optimum loads them equally, and the linear program over one device per kind has the same optimum. Not handled:
-buses; there every device is its own kind.
+Devices are alike if costs, memory, rent, power, constraints and links are equal. Swapping them preserves
+rates, so some optimum loads them equally, and the linear program over one device per kind has the same
+optimum. Not handled: buses; there every device is its own kind.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -415,20 +415,22 @@ class Kinds:
             yield device_of[labels]
 
 
-def kinds_of(problem: Problem) -> Kinds | None:
-    """None if all differ, or links share a bus."""
-    num = problem.num_devices
-    if num < 3 or (problem.link_row != np.arange(num * num)).any():
-        return None
+def alike_devices(problem: Problem) -> list[list[int]]:
     members: list[list[int]] = []
-    for device in range(num):
+    for device in range(problem.num_devices):
         for kind in members:
             if _alike(problem, kind[0], device):
                 kind.append(device)
                 break
         else:
             members.append([device])
-    if len(members) == num:
+    return members
+
+
+def kinds_of(problem: Problem) -> Kinds | None:
+    """None if all differ, or links share a bus."""
+    num, members = problem.num_devices, alike_devices(problem)
+    if num < 3 or len(members) == num or (problem.link_row != np.arange(num * num)).any():
         return None
     kind_of = np.zeros(num, dtype=np.int64)
     for number, kind in enumerate(members):
@@ -439,20 +441,17 @@ def kinds_of(problem: Problem) -> Kinds | None:
 
 
 def _alike(problem: Problem, a: int, b: int) -> bool:
-    num = problem.num_devices
-    swapped = np.arange(num)
+    one, other = (problem.cluster.devices[d] for d in (a, b))
+    swapped = np.arange(problem.num_devices)
     swapped[[a, b]] = b, a
-    wired = all(
-        np.array_equal(table, table[np.ix_(swapped, swapped)])
-        for table in (problem.us_per_byte, problem.latency_us)
-    )
-    is_allowed_alike = problem.allowed is None or bool((problem.allowed[:, a] == problem.allowed[:, b]).all())
-    same = problem.memory_bytes[a] == problem.memory_bytes[b]
+    columns = [problem.load_us] if problem.allowed is None else [problem.load_us, problem.allowed]
     return (
-        wired
-        and is_allowed_alike
-        and bool(same)
-        and np.array_equal(problem.load_us[:, a], problem.load_us[:, b])
+        (one.memory_bytes, one.usd_per_hour, one.tdp_w)
+        == (other.memory_bytes, other.usd_per_hour, other.tdp_w)
+        and all(np.array_equal(x[:, a], x[:, b]) for x in columns)
+        and all(
+            np.array_equal(x, x[np.ix_(swapped, swapped)]) for x in (problem.us_per_byte, problem.latency_us)
+        )
     )
 
 

@@ -1,10 +1,8 @@
 """Cost of every launch on every device, with source and expected error."""
 
-from tessera.profile.counts import OpClass, Work, class_of, work_of
+from tessera.profile.counts import OpClass, Work, class_of
 from tessera.profile.coverage import (
-    CostShare,
     Covered,
-    Sureness,
     best_sources,
     borrowed,
     coverage,
@@ -12,15 +10,15 @@ from tessera.profile.coverage import (
     sureness,
     sureness_of,
 )
-from tessera.profile.devices import LINKS, LinkPreset, cap_memory, make_cluster, parse_devices, wire
+from tessera.profile.devices import LINKS, cap_memory, make_cluster, parse_devices, wire
 from tessera.profile.estimate import estimate, notes, works
-from tessera.profile.gpus import Effective, Gpu, gpu, known_gpus
+from tessera.profile.gpus import Gpu, gpu, known_gpus
 from tessera.profile.table_files import SYSTEMS
 from tessera.profile.tables import Tables, installed_tables, missing_note
 
 __all__ = [
-    "LINKS", "SYSTEMS", "CostShare", "Covered", "Effective", "Gpu", "LinkPreset", "OpClass", "Sureness",
+    "LINKS", "SYSTEMS", "Covered", "Gpu", "OpClass",
     "Tables", "Work", "best_sources", "borrowed", "cap_memory", "class_of", "coverage", "estimate", "gpu",
     "installed_tables", "known_gpus", "make_cluster", "missing_note", "notes", "parse_devices",
-    "rejected_tables", "sureness", "sureness_of", "wire", "work_of", "works",
+    "rejected_tables", "sureness", "sureness_of", "wire", "works",
 ]  # fmt: skip

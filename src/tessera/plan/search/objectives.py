@@ -12,7 +12,7 @@ import numpy as np
 from tessera import ir
 from tessera.errors import PlanInfeasible
 from tessera.plan.arrays import Floats
-from tessera.plan.problem import Mix, Problem, spread_us
+from tessera.plan.problem import Mix, Problem, alike_devices, spread_us
 
 # An assumption.
 IDLE_SHARE = 0.2
@@ -56,13 +56,7 @@ def figure(problem: Problem, objective: ir.Objective, mix: Mix, rate_per_s: floa
 
 def subsets(problem: Problem, objective: ir.Objective) -> Iterator[Devices]:
     """Best bound first; equal devices vary in number only."""
-    kinds: dict[tuple[object, ...], list[int]] = {}
-    for index, device in enumerate(problem.cluster.devices):
-        constraint = b"" if problem.allowed is None else problem.allowed[:, index].tobytes()
-        costs = problem.load_us[:, index].tobytes()
-        key = (device.gpu, device.memory_bytes, device.usd_per_hour, costs, constraint)
-        kinds.setdefault(key, []).append(index)
-    sets = sets_of(list(kinds.values()))
+    sets = sets_of(alike_devices(problem))
     return iter(sorted(sets, key=lambda devices: -bound(problem, objective, devices)))
 
 
