@@ -7,7 +7,7 @@ Emulated devices compute on this machine's CPU; what can be compared is each dev
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -93,20 +93,6 @@ class Ran:
     inputs: str
     reference: str | None
 
-    def divided(self, scale: float) -> "Ran":
-        """`scale` is that of dilated devices."""
-        if scale == 1.0:
-            return self
-        timeline = self.timeline
-        spans = tuple(
-            replace(s, start_us=s.start_us / scale, stop_us=s.stop_us / scale) for s in timeline.spans
-        )
-        requests = tuple((number, start / scale, stop / scale) for number, start, stop in timeline.requests)
-        compute_us = {name: us / scale for name, us in self.compute_us.items()}
-        return replace(
-            self, timeline=replace(timeline, spans=spans, requests=requests), compute_us=compute_us
-        )
-
 
 TransportOption = Annotated[
     str, option("Transport of tensors between workers: auto, shm, ipc, nvshmem or host.")
@@ -187,7 +173,7 @@ def run_plans(
         options["timeout_s"] = options["timeout_s"] or GPU_TIMEOUT_S * scale
     advance("starting workers")
     with WorkerStepper(plans, weights, max_failures=MAX_FAILURES, **options) as stepper:
-        log = stepper.spans = SpanLog(plans[0])
+        log = stepper.spans = SpanLog(plans[0], scale)
         run = run_offline(
             stepper,
             work,
@@ -199,7 +185,7 @@ def run_plans(
         peaks = tuple(f.peak_bytes for f in stepper.footprints)
     reference = LAUNCHES if on_gpus else MODEL_ITSELF
     about = (tuple(run.faults), asked.inputs, reference if verify else None)
-    ran = Ran(run.results, log.timeline(), log.cpu_us, peaks, *about).divided(scale)
+    ran = Ran(run.results, log.timeline(), log.cpu_us, peaks, *about)
     if not verify:
         return ran, None
     equal, in_order = True, launches_of(plans[0], weights) if on_gpus else None

@@ -243,8 +243,9 @@ if TYPE_CHECKING:
 
 
 class SpanLog:
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    def __init__(self, plan: Plan, scale: float = 1.0) -> None:
+        """Times are divided by `scale`, that of dilated devices."""
+        self._plan, self._us = plan, 1e6 / scale
         self.begin(0.0)
 
     def begin(self, origin_s: float) -> None:
@@ -277,15 +278,15 @@ class SpanLog:
         here_s = offset_s(device) - self._origin_s
         for launch, start, stop, cpu_s in done.spans:
             label = trace.kernel_of(launch).name
-            begin, end = (start + here_s) * 1e6, (stop + here_s) * 1e6
+            begin, end = (start + here_s) * self._us, (stop + here_s) * self._us
             spans.append(Span(names[device], label, request, microbatch, begin, end))
-            self.cpu_us[names[device]] += cpu_s * 1e6
+            self.cpu_us[names[device]] += cpu_s * self._us
         for number, start, stop in done.transfers:
             transfer = program.transfers[number]
-            begin = (start + offset_s(transfer.src) - self._origin_s) * 1e6
+            begin = (start + offset_s(transfer.src) - self._origin_s) * self._us
             track, label = f"{names[transfer.src]} -> {names[transfer.dst]}", f"{transfer.num_bytes} bytes"
             # Clocks of two machines differ; a span must not end before it starts.
-            end = max(begin, (stop + here_s) * 1e6)
+            end = max(begin, (stop + here_s) * self._us)
             spans.append(Span(track, label, request, microbatch, begin, end, True))
 
     def timeline(self) -> Timeline:
