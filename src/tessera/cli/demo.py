@@ -160,7 +160,7 @@ def _run_small(cluster: Cluster, tokens: int, output: Path, advance: Callable[[s
     costs = price(unit, cluster)
     plan = make_plan(unit, costs, cluster, Objective.THROUGHPUT, MICROBATCHES, DIVIDED_POLICY, search=QUICK)
     save(plan, output / f"{plan.policy}.plan")
-    ran, verified = run_plans([plan], NUM_REQUESTS, True, 1, None, {}, advance)
+    ran = run_plans([plan], NUM_REQUESTS, True, 1, None, {}, advance)
     if failed := next((r.error for r in ran.results if r.error), ""):
         raise WorkerError(failed, "Check the memory of this machine, then run again.")
     prompts = []
@@ -169,7 +169,7 @@ def _run_small(cluster: Cluster, tokens: int, output: Path, advance: Callable[[s
         prompts.append(tuple(row[: last + 1].tolist()))
     answers = [[int(out["next_tokens"][0]) for out in result.outputs] for result in ran.results]
     served = _serve(cluster, tokens, prompts, answers, output, advance)
-    return SmallRuns(served, plan, ran.timeline, bool(verified))
+    return SmallRuns(served, plan, ran.timeline, bool(ran.verified))
 
 
 def _serve(

@@ -92,6 +92,8 @@ class Ran:
     faults: tuple[str, ...]
     inputs: str
     reference: str | None
+    # None: nothing was compared.
+    verified: bool | None
 
 
 TransportOption = Annotated[
@@ -143,8 +145,8 @@ def run(
     ):
         options["hub"] = hub
         depth = 1 if plain else None
-        ran, equal = run_plans(plans, requests, verify, switch_every, depth, options, advance)
-    return _report(plans, place, ran, equal, started, trace)
+        ran = run_plans(plans, requests, verify, switch_every, depth, options, advance)
+    return _report(plans, place, ran, started, trace)
 
 
 def run_plans(
@@ -155,7 +157,7 @@ def run_plans(
     depth: int | None,
     options: dict[str, Any],
     advance: Callable[[str], None],
-) -> tuple[Ran, bool | None]:
+) -> Ran:
     """Every `switch_every`-th request begins under the next plan."""
     from tessera.execute.offline import run_offline
     from tessera.execute.stepper import SpanLog
@@ -183,22 +185,19 @@ def run_plans(
             depth=depth,
         )
         peaks = tuple(f.peak_bytes for f in stepper.footprints)
-    reference = LAUNCHES if on_gpus else MODEL_ITSELF
-    about = (tuple(run.faults), asked.inputs, reference if verify else None)
-    ran = Ran(run.results, log.timeline(), log.cpu_us, peaks, *about)
-    if not verify:
-        return ran, None
-    equal, in_order = True, launches_of(plans[0], weights) if on_gpus else None
-    for request, result in zip(work, ran.results, strict=True):
-        if not result.error:
-            equal &= is_equal(run_reference(plans[0].unit, request, in_order), result)
-        advance(f"compared request {request.seed}")
-    return ran, equal
+    reference, verified = None, None
+    if verify:
+        in_order = launches_of(plans[0], weights) if on_gpus else None
+        reference, verified = LAUNCHES if on_gpus else MODEL_ITSELF, True
+        for request, result in zip(work, run.results, strict=True):
+            if not result.error:
+                verified &= is_equal(run_reference(plans[0].unit, request, in_order), result)
+            advance(f"compared request {request.seed}")
+    about = (tuple(run.faults), asked.inputs, reference, verified)
+    return Ran(run.results, log.timeline(), log.cpu_us, peaks, *about)
 
 
-def _report(
-    plans: Sequence[Plan], place: str, ran: Ran, equal: bool | None, started: float, trace: Path | None
-) -> RunReport:
+def _report(plans: Sequence[Plan], place: str, ran: Ran, started: float, trace: Path | None) -> RunReport:
 
     plan, num = plans[0], len(ran.results)
     if trace is not None:
@@ -208,8 +207,7 @@ def _report(
     outcome = {True: "every output and state equal bit for bit", False: "DIFFERENT", None: "not compared"}
     return RunReport.of(
         ran,
-        headline=f"{num} requests, {lost} lost: {outcome[equal]}",
-        verified=equal,
+        headline=f"{num} requests, {lost} lost: {outcome[ran.verified]}",
         requests=num,
         lost=lost,
         restarted=sum(bool(r.restarts) for r in ran.results),
