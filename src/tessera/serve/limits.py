@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import hmac
 from collections.abc import Coroutine, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -178,14 +178,8 @@ class AccessMiddleware:
             await self._app(scope, receive, send)
             return
         connection = scope.get("state", {}).get(CONNECTION)
-        if connection is None:
+        with nullcontext() if connection is None else connection.busy():
             await self._admit(scope, receive, send)
-            return
-        connection.begin_request()
-        try:
-            await self._admit(scope, receive, send)
-        finally:
-            connection.finish_request()
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)

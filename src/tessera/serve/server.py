@@ -123,14 +123,17 @@ class Connection(asyncio.BufferedProtocol):
         self._http.resume_writing()
         self._cancel_stall_timer()
 
-    def begin_request(self) -> None:
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Around a request."""
         self._num_requests += 1
         self._wake()
-
-    def finish_request(self) -> None:
-        self._num_requests -= 1
-        if not self._num_requests:
-            self._rest()
+        try:
+            yield
+        finally:
+            self._num_requests -= 1
+            if not self._num_requests:
+                self._rest()
 
     def _wake(self) -> None:
         self._table.idle.pop(self, None)
