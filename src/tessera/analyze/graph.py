@@ -59,14 +59,9 @@ class Entries:
 
     def __init__(self, shelves: Shelves | None) -> None:
         self._shelves = shelves
-        self._file([])
-
-    def _file(self, entries: list[Seen]) -> None:
         self.all: list[Seen] = []
         self._filed: dict[int, list[Seen]] = {}
         self._wide: list[Seen] = []
-        for seen in entries:
-            self.add(seen)
 
     def add(self, seen: Seen) -> None:
         self.all.append(seen)
@@ -89,9 +84,6 @@ class Entries:
         filed = [self._filed[number] for number in span if number in self._filed]
         return [self._wide, *filed] if has_wide else filed
 
-    def compact(self) -> None:
-        self._file([seen for seen in self.all if not seen.is_past])
-
 
 def fold(region: Region, row_bytes: int) -> tuple[int, int]:
     start, dims = region.start % row_bytes, region.dims
@@ -104,9 +96,8 @@ def fold(region: Region, row_bytes: int) -> tuple[int, int]:
 class History:
     def __init__(self, accesses: Sequence[Access], size_bytes: int) -> None:
         self.is_new = True
-        self._num_past = 0
-        self._shelves = _shelves(accesses, size_bytes) if len(accesses) >= FEW else None
-        self._writes, self._reads = Entries(self._shelves), Entries(self._shelves)
+        shelves = _shelves(accesses, size_bytes) if len(accesses) >= FEW else None
+        self._writes, self._reads = Entries(shelves), Entries(shelves)
 
     def entries(self, is_write: bool) -> Entries:
         return self._writes if is_write else self._reads
@@ -119,23 +110,16 @@ class History:
         entries = self.entries(is_write).all
         while entries and entries[-1].is_past:
             entries.pop()
-            self._num_past -= 1
         return entries[-1] if entries else None
 
     def cover(self, region: Region, by: int) -> None:
-        num_past, stop = self._num_past, region.stop
-        both = (self._writes, self._reads)
-        for seen in (s for entries in both for listed in entries.near(region, False) for s in listed):
-            inside = not seen.is_past and region.start <= seen.start and seen.stop <= stop
-            if inside and seen.launch != by and region.covers(seen.region):
-                seen.is_past = True
-                self._num_past += 1
-        # Shelves are refiled only when half of all entries are dropped.
-        is_full = not self._shelves or self._num_past > FEW + sum(len(x.all) for x in both) // 2
-        if self._num_past > num_past and is_full:
-            self._num_past = 0
-            for entries in both:
-                entries.compact()
+        stop = region.stop
+        for listed in (*self._writes.near(region, False), *self._reads.near(region, False)):
+            for seen in listed:
+                inside = not seen.is_past and region.start <= seen.start and seen.stop <= stop
+                if inside and seen.launch != by and region.covers(seen.region):
+                    seen.is_past = True
+            listed[:] = [seen for seen in listed if not seen.is_past]
 
 
 def _shelves(accesses: Sequence[Access], size_bytes: int) -> Shelves:
