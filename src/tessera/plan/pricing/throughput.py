@@ -213,15 +213,11 @@ def _spread_out(
 
 
 def _generate(pool: Pool, depth: float | None, capacity: Floats) -> tuple[Floats, float]:
-    """(rate of every column per microsecond, bound); capacity[row] in busy time.
-
-    Prices are smoothed: half way to those of the best bound.
-    """
+    """(rate of every column per microsecond, bound); capacity[row] in busy time."""
     num = pool.problem.num_devices
     # First bound: free transfers.
     bound = float(capacity[:num].max()) / spread_us(pool.problem.load_us)
     income_of = np.append(capacity, depth or 0.0)
-    center: Floats | None = None
     config = pool.config
     gap = config.limited_gap if depth is not None else config.gap if num == 2 else config.many_gap
     rates = np.zeros(0)
@@ -230,18 +226,11 @@ def _generate(pool: Pool, depth: float | None, capacity: Floats) -> tuple[Floats
     for _ in range(config.max_rounds):
         found = master(pool, pool.columns, depth, capacity)
         rates, total = found.rates, float(found.rates.sum())
-        last = np.append(found.duals, found.path)
-        is_new = False
-        for share in (0.0,) if center is None or num == 2 else (0.5, 0.0):
-            tried = last if center is None else share * center + (1 - share) * last
-            column, cheapest = pool.price(_prices(pool, tried))
-            income = float(tried @ income_of)
-            if cheapest > 0 and income / cheapest < bound:
-                bound, center = income / cheapest, tried
-            is_new = pool.add(column)
-            if is_new or bound <= total * (1 + gap):
-                break
-        if bound <= total * (1 + gap) or not is_new:
+        prices = np.append(found.duals, found.path)
+        column, cheapest = pool.price(_prices(pool, prices))
+        if cheapest > 0:
+            bound = min(bound, float(prices @ income_of) / cheapest)
+        if bound <= total * (1 + gap) or not pool.add(column):
             break
     else:
         rates = master(pool, pool.columns, depth, capacity).rates
