@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+import kept_models
 import sampling
 from tessera.capture import Workload, record, record_sizes, record_step
 from tessera.capture.models import catalog
@@ -80,7 +81,7 @@ def _path(step: Step, form: str) -> Path | None:
     made = repr((catalog.LANGUAGE | catalog.DENOISERS).get(step.model))
     if made == "None":
         config = Path(step.model) / "config.json"
-        if not config.exists() or {".safetensors", ".py"} & {path.suffix for path in config.parent.iterdir()}:
+        if not config.exists() or kept_models.holds(config.parent):
             return None
         made, step = config.read_text(), replace(step, model="a folder")
     digest = hashlib.sha256(repr((step, form, made)).encode()).hexdigest()[:16]
