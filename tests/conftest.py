@@ -133,11 +133,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     """Libraries are imported once for all processes."""
     plain = [spec for spec in specs if spec.popen and not spec.python]
     if sys.platform == "linux" and plain:
-        python = forked.command(len(plain))
+        python = forked.command(len(plain), config.pluginmanager.hasplugin("_cov"))
         for spec in plain:
             spec.python = python
 

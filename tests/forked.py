@@ -2,7 +2,7 @@
 
 xdist starts this file as its Python (`command`); it hands its standard streams to a fork, and ends with it.
 If there is nobody to fork from, as after a crash, it is the plain interpreter. Tessera itself is imported
-after the fork, because its coverage is measured.
+after the fork where its coverage is measured.
 """
 
 import contextlib
@@ -19,32 +19,38 @@ import types
 # What most files of tests import, by themselves or through Tessera.
 LIBRARIES = (
     "torch._dynamo",
+    "torch._inductor.compile_fx",
     "transformers.masking_utils",
     "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
     "scipy.optimize",
-    "diffusers",
+    "diffusers.models.transformers",
+    "matplotlib.figure",
     "fastapi",
     "openai",
     "ray",
     "pytest",
 )
+OWN = ("tessera.cli.start", "tessera.serve.app", "tessera.compile", "tessera.execute.cuda.worker")
 MAX_CODE = 1 << 16
 
 
-def command(number: int) -> str:
-    """The Python of as many processes."""
+def command(number: int, is_measured: bool) -> str:
+    """The Python of as many processes; whether the lines that they run are counted."""
     path = os.path.join(tempfile.mkdtemp(prefix="tessera-tests-"), "socket")
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)
         server.listen(number)
         words = [sys.executable, __file__, path]
-        subprocess.Popen([*words, str(server.fileno()), str(number)], pass_fds=[server.fileno()])
+        libraries = LIBRARIES if is_measured else LIBRARIES + OWN
+        given = [str(server.fileno()), str(number), *libraries]
+        subprocess.Popen([*words, *given], pass_fds=[server.fileno()])
     return shlex.join(words)
 
 
-def serve(path: str, server: socket.socket, number: int) -> None:
+def serve(path: str, server: socket.socket, number: int, libraries: list[str]) -> None:
     """Forks, and waits for the forks."""
-    for library in LIBRARIES:
+    for library in libraries:
         with contextlib.suppress(ImportError):
             importlib.import_module(library)
     gc.collect()
@@ -91,7 +97,7 @@ def follow(path: str, words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 4:
-        serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3]))
+    if sys.argv[2].isdecimal():
+        serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3]), sys.argv[4:])
     else:
         follow(sys.argv[1], sys.argv[2:])

@@ -14,7 +14,7 @@ from benchmarks.coverage_models import MODELS
 
 from own_code import reference as own_code
 from paged_mixer import plain_model
-from sampling import examples
+from sampling import examples, some_of
 from serving_factory import GREEDY, generated, policies_of, random_ask, read, read_all, read_some, wait_for
 from tessera.serve.records import Ask, Sampling, ServeSpec
 from tessera.serve.service import Service
@@ -25,9 +25,10 @@ CAPACITY = 32
 transformers = pytest.importorskip("transformers")
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param("tiny-llama", marks=pytest.mark.slow), "tiny-gpt-oss", "tiny-mamba"]
-)
+NAMES = ("tiny-llama", "tiny-gpt-oss", "tiny-mamba")
+
+
+@pytest.fixture(scope="module", params=some_of(NAMES, NAMES[1:]))
 def model(request: pytest.FixtureRequest) -> ServedModel:
     """Steps of 8 tokens, so that most prompts need several."""
     return served(request.param, ServeSpec(microbatches=2, rows=4, capacity=CAPACITY, max_batch_tokens=8))
@@ -98,6 +99,7 @@ def test_greedy_is_the_same_with_few_pages_and_shared_beginnings(model: ServedMo
     assert (snapshot.prefix_hits > 0) == few.shape.is_paged
 
 
+@pytest.mark.parametrize("model", some_of(NAMES, ["tiny-mamba"]), indirect=True)
 def test_a_seed_gives_the_same_answer_alone_and_in_a_crowd(service: Service) -> None:
     """With temperature, top-p and logprobs."""
     ask = Ask((5, 6, 7), 20, Sampling(0.8, 0.95, 0, seed=11, logprobs=2), ignores_end=True)
@@ -111,6 +113,7 @@ def test_a_seed_gives_the_same_answer_alone_and_in_a_crowd(service: Service) -> 
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
+@pytest.mark.parametrize("model", some_of(NAMES, ["tiny-gpt-oss"]), indirect=True)
 def test_a_seed_gives_the_same_answer_after_preemption(model: ServedModel) -> None:
     """With temperature and penalties, alone with all pages and beside others with few."""
     sampling = Sampling(0.9, 0.95, 40, seed=12, repetition_penalty=1.2, frequency_penalty=0.3)
