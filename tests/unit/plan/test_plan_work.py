@@ -42,10 +42,12 @@ def test_a_process_that_stands_still_for_seconds_finds_the_same_placement(tmp_pa
     of Llama 3 8B on two cards, takes most of a second.
     """
     cluster = make_cluster(parse_devices("emu:a100,emu:l40s"), "pcie4")
-    unit = make_unit([outlines.find(ir.Step("llama-3-8b", "decode", 16, 1280))])
+    trace = outlines.find(ir.Step("llama-3-8b", "decode", 16, 1280))
+    assert trace is not None
+    unit = make_unit([trace])
     problem = tmp_path / "problem"
     problem.write_bytes(pickle.dumps(build(unit, price(unit, cluster), cluster)))
-    command = [sys.executable, "-c", PLACES, problem]
+    command = [sys.executable, "-c", PLACES, str(problem)]
     worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert worker.stdin is not None
     assert worker.stdout is not None
