@@ -6,6 +6,7 @@ command line is a bug and keeps its traceback.
 
 from collections.abc import Iterable
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 DISTRIBUTION = "tessera-gpu"
@@ -56,6 +57,14 @@ def extra_module(name: str, extra: str, package: str = "") -> Any:
         return import_module(name)
     except ImportError as error:
         raise MissingExtra(package or name, extra) from error
+
+
+def version_of(package: str) -> str | None:
+    """None: not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 class ArtifactError(TesseraError):

@@ -3,14 +3,13 @@
 import importlib.util
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import msgspec
 
 from tessera import __version__
 from tessera.cli.output import HIDDEN, Record, progress, shown
-from tessera.errors import install_line
+from tessera.errors import install_line, version_of
 
 EXTRAS = {
     "hf": ("transformers", "safetensors"),
@@ -70,19 +69,12 @@ def doctor() -> Doctor:
             python=platform.python_version(),
             machine=platform.machine(),
             cores=os.cpu_count() or 1,
-            versions={name: _version(name) for name in CORE},
+            versions={name: version_of(name) for name in CORE},
             devices=_devices(),
             transports=msgspec.convert(usable, tuple[TransportLine, ...], from_attributes=True),
             chosen_transports=chosen(usable),
             extras=tuple(_extra(name, modules) for name, modules in EXTRAS.items()),
         )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _devices() -> tuple[DeviceLine, ...]:

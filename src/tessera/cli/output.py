@@ -40,7 +40,7 @@ from tessera.ir.timeline import HIDDEN, shown
 __all__ = [
     "FILE", "HIDDEN", "PER_TOKEN", "TO_FIRST", "Illustrated", "JsonOption", "Record", "console", "excludes",
     "finite", "limit_ms", "needs", "only_if", "option", "positive", "print_record", "printed", "progress",
-    "say", "shown", "warning",
+    "say", "shown",
 ]  # fmt: skip
 
 # Seconds before the first plain line; between two lines of a counted job.
@@ -185,18 +185,6 @@ def console() -> Console:
 
 def say(text: str) -> None:
     Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)
-
-
-def warning() -> Callable[[str], None]:
-    """Prints its first message only."""
-    said: list[str] = []
-
-    def warn(what: str) -> None:
-        if not said:
-            said.append(what)
-            say(f"warning: {what}; it is done without")
-
-    return warn
 
 
 @contextmanager

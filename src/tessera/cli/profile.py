@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from tessera.cli.output import HIDDEN, Record, option, progress, shown, warning
+from tessera.cli.output import HIDDEN, Record, option, progress, say, shown
 from tessera.errors import DeviceGone, TesseraError
 from tessera.ir import Cost, Costs, Device, Source, Trace, load, save
 from tessera.profile import notes, parse_devices, works
@@ -241,7 +241,7 @@ def measure_links(devices: Sequence[Device], path: Path, transport: str) -> tupl
 
 def store_at(path: Path | None, any_clock: bool = False) -> partial[Store]:
     """The default store is done without if it cannot be used."""
-    spare = warning() if path is None else None
+    spare = None if path else cache(lambda what: say(f"warning: {what}; it is done without"))
     return partial(Store, path or default_store(), any_clock=any_clock, spare=spare)
 
 

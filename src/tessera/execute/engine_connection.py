@@ -4,7 +4,6 @@ The mailbox's thread answers questions about progress and the store; the worker'
 """
 
 import functools
-import importlib.metadata
 import ipaddress
 import queue
 import socket
@@ -14,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tessera.errors import DISTRIBUTION, MismatchError, TesseraError, WorkerError
+from tessera.errors import DISTRIBUTION, MismatchError, TesseraError, WorkerError, version_of
 from tessera.execute import messages
 from tessera.execute.mailbox import HANDSHAKE_MS, MAX_HANDSHAKES, Hangup, Mailbox, PeerConnection
 from tessera.ir.files import FORMAT_VERSION
@@ -36,10 +35,7 @@ def key_of(kind: str, device: int, epoch: int) -> str:
 
 @functools.cache
 def own_version() -> str:
-    try:
-        return f"{importlib.metadata.version(DISTRIBUTION)} (format {FORMAT_VERSION})"
-    except importlib.metadata.PackageNotFoundError:  # run from a source tree
-        return f"source (format {FORMAT_VERSION})"
+    return f"{version_of(DISTRIBUTION) or 'source'} (format {FORMAT_VERSION})"
 
 
 def check_secret(host: str, secret: bytes | None) -> bytes:

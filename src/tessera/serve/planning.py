@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +28,14 @@ import tessera
 from tessera import ir
 from tessera.capture import place_of, record, record_sizes
 from tessera.capture.models.checkpoint import blamed_for_run
-from tessera.errors import CaptureError, DeviceMemoryError, MismatchError, PlanInfeasible, TesseraError
+from tessera.errors import (
+    CaptureError,
+    DeviceMemoryError,
+    MismatchError,
+    PlanInfeasible,
+    TesseraError,
+    version_of,
+)
 from tessera.execute.processes import FORKSERVER, warm_up
 from tessera.execute.worker_stepper import MakeHub, WorkerStepper
 from tessera.ir.files import cache_folder, chunks_of, parse, write_whole
@@ -438,7 +444,7 @@ def default_folder() -> Path:
 
 
 def key_of(places: Sequence[str], *given: object) -> str:
-    digest = hashlib.sha256(repr((_code(), _versions(), places, given)).encode())
+    digest = hashlib.sha256(repr((_code(), [version_of(name) for name in PACKAGES], places, given)).encode())
     for folder in filter(Path.is_dir, map(Path, places)):
         for path in sorted(folder.iterdir()):
             with contextlib.suppress(OSError):
@@ -519,14 +525,3 @@ def _code() -> str:
         if path.suffix in (".py", ".json"):
             digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
-
-
-@cache
-def _versions() -> Sequence[str]:
-    found = []
-    for name in PACKAGES:
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            found.append(name)
-    return found
