@@ -12,7 +12,7 @@ from tessera.analyze import build_graph
 from tessera.cli.output import HIDDEN, Illustrated, Record, option, progress, shown
 from tessera.errors import ArtifactError, TesseraError, UnknownName
 from tessera.ir import BufferKind, Graph, Trace, kind_of, load, save
-from tessera.ir.files import cache_folder
+from tessera.ir.files import cache_folder, read_file
 
 
 class ImmovableLaunch(Record, frozen=True):
@@ -89,10 +89,7 @@ def _analyze_ptx(file: Path, kernel: str | None) -> Illustrated[PtxReport]:
     import tessera_ptx
     from tessera_ptx.report import HEADINGS
 
-    try:
-        text = file.read_bytes()
-    except OSError as error:
-        raise ArtifactError(f"cannot read: {error.strerror}", place=str(file)) from error
+    text = read_file(file)
     try:
         with progress(f"analyzing {file.name}"):
             reports = tessera_ptx.reports_for(text, str(file), cache_folder("ptx"))

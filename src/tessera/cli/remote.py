@@ -20,6 +20,7 @@ import typer
 from tessera.cli.output import finite, option
 from tessera.errors import MismatchError, TesseraError
 from tessera.ir import Device, Plan, digest
+from tessera.ir.files import read_file
 from tessera.profile import parse_devices
 
 if TYPE_CHECKING:
@@ -181,10 +182,7 @@ def plans_digest(plans: Sequence[Plan]) -> str:
 def _read_secret(path: Path | None) -> bytes | None:
     if path is None:
         return None
-    try:
-        secret = path.read_bytes().strip()
-    except OSError as error:
-        raise TesseraError(f"cannot read: {error.strerror}", place=str(path)) from error
+    secret = read_file(path).strip()
     if len(secret) < 16:
         raise TesseraError("a secret of fewer than 16 bytes", "head -c 32 /dev/urandom | base64", str(path))
     return secret

@@ -85,12 +85,15 @@ def cache_folder(name: str = "") -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tessera" / name
 
 
-def load(cls: type[T], path: str | Path) -> T:
+def read_file(path: str | Path, remedy: str = "") -> bytes:
     try:
-        raw = Path(path).read_bytes()
+        return Path(path).read_bytes()
     except OSError as error:
-        raise ArtifactError(f"cannot read: {error.strerror}", _again(_kind(cls)), str(path)) from error
-    return parse(cls, raw, str(path))
+        raise ArtifactError(f"cannot read: {error.strerror}", remedy, str(path)) from error
+
+
+def load(cls: type[T], path: str | Path) -> T:
+    return parse(cls, read_file(path, _again(_kind(cls))), str(path))
 
 
 def parse(cls: type[T], raw: bytes, place: str) -> T:

@@ -22,7 +22,7 @@ import numpy as np
 
 from tessera.errors import ArtifactError, TesseraError
 from tessera.ir import Link
-from tessera.ir.files import cache_folder
+from tessera.ir.files import cache_folder, read_file
 from tessera.ir.timeline import HIDDEN, shown
 
 # Relative difference that counts as equal.
@@ -150,11 +150,7 @@ def append_rows(path: Path, rows: Iterable[StoredRow]) -> None:
 def read_rows(path: Path) -> Iterator[StoredRow]:
     if not path.exists():
         return
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise TesseraError(f"cannot be read: {error.strerror}", "Choose --store.", str(path)) from error
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_file(path, "Choose --store.").splitlines(), 1):
         if line.startswith(b"{") and not line.endswith(b"}"):  # cut off by a crash
             continue
         try:
