@@ -1,7 +1,6 @@
 """tessera advise: a model and a load -> which GPUs to rent, or what to do with given ones."""
 
 import logging
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -51,7 +50,7 @@ class AdviceRecord(Record, frozen=True):
     headline: str
     notes: tuple[str, ...]
     files: tuple[str, ...]
-    seconds: Annotated[float, HIDDEN]
+    seconds: Annotated[float, HIDDEN] = 0.0
 
 
 def advise(
@@ -87,7 +86,6 @@ def advise(
     No GPU is needed. With --have: how to use given cards (one, a copy on each, a split, or kernel by
     kernel), what that gains and costs, and which card to rent next.
     """
-    started_s = time.perf_counter()
     with progress("importing torch", None if have else NUM_STEPS) as advance:
         from tessera.advise.search import advise as search
         from tessera.capture import place_of
@@ -103,8 +101,7 @@ def advise(
             launches or "", search_config(effort),
         )  # fmt: skip
         advice, planned = search(load, market, _names(have), advance, lambda text: say(f"so far: {text}"))
-    seconds = time.perf_counter() - started_s
-    return _record(advice, planned, page, folder, seconds)
+    return _record(advice, planned, page, folder)
 
 
 def _record(
@@ -112,7 +109,6 @@ def _record(
     planned: Sequence[tuple[ServicePlan | Plan, Comparison]],
     page: Path | None,
     folder: Path | None,
-    seconds: float,
 ) -> AdviceRecord:
     plans = tuple(plan for plan, _ in planned)
     files = _save(plans, bool(advice.have), folder) if folder else ()
@@ -131,7 +127,6 @@ def _record(
         headline=answer[0],
         notes=(*answer[1:], remarks[-1]),
         files=files,
-        seconds=seconds,
     )
 
 

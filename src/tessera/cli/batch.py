@@ -37,8 +37,8 @@ class BatchRun(Record, frozen=True):
     failed: int
     prompt_tokens: int
     output_tokens: int
-    seconds: float
     output: Path
+    seconds: float = 0.0
 
 
 def batch(
@@ -58,7 +58,7 @@ def batch(
 
     A second run goes on where one was stopped.
     """
-    started, requests = time.perf_counter(), _requests(source)
+    requests = _requests(source)
     with output.open("ab+") as out:
         try:
             fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -76,7 +76,6 @@ def batch(
     return BatchRun(
         requests=len(requests),
         done_before=len(requests) - len(rest),
-        seconds=round(time.perf_counter() - started, 3),
         output=output,
         **counts,
     )

@@ -1,6 +1,5 @@
 """tessera capture: a model's step -> a trace."""
 
-import time
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -42,7 +41,7 @@ class CapturedTrace(Record, frozen=True):
     kinds: Annotated[dict[str, int], shown("buffers by kind")]
     # Operator -> calls whose result aliases an argument although the schema does not say so.
     undeclared_aliases: dict[str, int]
-    seconds: Annotated[float, HIDDEN]
+    seconds: Annotated[float, HIDDEN] = 0.0
 
 
 def capture(
@@ -74,7 +73,6 @@ def capture(
     ] = None,
 ) -> CapturedTrace:
     """Record the launches of one step of a model."""
-    started = time.perf_counter()
     with progress("importing torch", 3) as advance:
         from tessera import analyze
         from tessera.capture import check_device, place_of, record_step
@@ -91,12 +89,10 @@ def capture(
         advance("writing")
         path = output or Path(f"{kind}.trace")
         save(trace, path)
-    return _captured(trace, num_edges, path, model, device, time.perf_counter() - started)
+    return _captured(trace, num_edges, path, model, device)
 
 
-def _captured(
-    trace: Trace, num_edges: int, path: Path, model: str, device: str, seconds: float
-) -> CapturedTrace:
+def _captured(trace: Trace, num_edges: int, path: Path, model: str, device: str) -> CapturedTrace:
     return CapturedTrace(
         output=str(path),
         model=model,
@@ -110,7 +106,6 @@ def _captured(
         weight_bytes=_bytes(trace, BufferKind.WEIGHT),
         kinds={kind.value: len(trace.buffers_of(kind)) for kind in BufferKind},
         undeclared_aliases=dict(trace.aliases),
-        seconds=round(seconds, 3),
     )
 
 

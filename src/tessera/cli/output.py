@@ -105,6 +105,7 @@ def printed(function: Callable[..., Any]) -> Callable[..., None]:
     def command(*, as_json: bool, **kwargs: Any) -> None:
         for name, (config, names) in configs.items():
             kwargs[name] = config(**{field: kwargs.pop(field) for field in names})
+        started_s = time.perf_counter()
         made: Any = function(**kwargs)
         if isinstance(made, Generator):
             for record in made:
@@ -113,7 +114,7 @@ def printed(function: Callable[..., Any]) -> Callable[..., None]:
                 elif not as_json:
                     typer.echo(record, nl=False)
         elif made is not None:
-            print_record(made, as_json)
+            print_record(made, as_json, seconds=time.perf_counter() - started_s)
 
     parameters.append(inspect.Parameter("as_json", ONLY_NAMED, default=False, annotation=JsonOption))
     parameters = [parameter.replace(kind=ONLY_NAMED) for parameter in parameters]
@@ -126,8 +127,13 @@ def limit_ms(of: str, **more: Any) -> Any:
     return option(f"Limit of milliseconds {of}.", default="no limit", **more)
 
 
-def print_record(made: "Record | Illustrated[Record]", as_json: bool, is_line: bool = False) -> None:
+def print_record(
+    made: "Record | Illustrated[Record]", as_json: bool, is_line: bool = False, seconds: float = 0.0
+) -> None:
+    """`seconds` of the command, for a record that tells them."""
     record, pictures = (made.record, made.pictures) if isinstance(made, Illustrated) else (made, ())
+    if seconds and "seconds" in record.__struct_fields__:
+        record = msgspec.structs.replace(record, seconds=round(seconds, 3))
     if as_json:
         document = msgspec.json.encode(record, enc_hook=str)
         typer.echo((document if is_line else msgspec.json.format(document, indent=2)).decode())

@@ -1,7 +1,6 @@
 """tessera plan: which device runs which launch, from traces and costs or from a model's name."""
 
 import math
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -128,7 +127,6 @@ def plan(
     Or give the traces of one request in order. A decode belongs to a prefill when both have the same batch
     and the decode's context is the prefill's context plus its reserve.
     """
-    started = time.perf_counter()
     if is_model(traces):
         return plan_model(traces[0], wanted, prices.cluster(), output)
 
@@ -139,10 +137,7 @@ def plan(
     made = _plan_traces(traces, _counts(counts), prices, config)
     path = output or Path(traces[-1]).with_suffix(".plan")
     save(made, path)
-    seconds = round(time.perf_counter() - started, 3)
-    return Illustrated(
-        plan_figures(made, reasons_of(made) if explain else None, path, seconds), pictures(made)
-    )
+    return Illustrated(plan_figures(made, reasons_of(made) if explain else None, path), pictures(made))
 
 
 def prices_of(texts: Sequence[str]) -> dict[str, float]:

@@ -5,7 +5,6 @@ prefills alone, images, one token of each sequence a step) is planned as its ste
 """
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,13 +184,12 @@ class PlannedModel:
 
 
 def plan_model(model: str, wanted: PlannedLoad, cluster: ir.Cluster, output: Path | None) -> ModelPlanFigures:
-    started = time.perf_counter()
     wanted.check()
     with progress("importing torch") as advance:
         planned = plan_load(model, wanted, cluster, advance)
     path = output or Path(f"{Path(model).name}.plan")
     ir.save(planned.plan, path)
-    return model_figures(planned, path, time.perf_counter() - started)
+    return model_figures(planned, path)
 
 
 def plan_load(
@@ -219,9 +217,7 @@ def plan_load(
     return PlannedModel(plan, found, rater.is_compiled, "; ".join(notes))
 
 
-def model_figures(
-    planned: PlannedModel, output: Path | None = None, seconds: float | None = None
-) -> ModelPlanFigures:
+def model_figures(planned: PlannedModel, output: Path | None = None) -> ModelPlanFigures:
     found, note = planned.found, planned.note
     best = found.best_baseline
     parallel = next((o for o in found.baselines if o.policy == "data-parallel"), None)
@@ -239,7 +235,6 @@ def model_figures(
         ratio_to_data_parallel=found.ratio_to(parallel) if parallel else None,
         launches="compiled" if planned.is_compiled else "eager",
         output=output,
-        seconds=None if seconds is None else round(seconds, 3),
         notes=(
             f"Costs: {costs.sentence}",
             how_sure(found, costs.rel_error),

@@ -101,7 +101,6 @@ def plan_figures(
     made: Plan,
     reasons: PlanReasons | None = None,
     output: Path | None = None,
-    seconds: float | None = None,
 ) -> PlanFigures:
 
     names, costs = made.cluster.names, sure(made)
@@ -125,7 +124,6 @@ def plan_figures(
         latency_gap=None if bound_us is None else max(0.0, 1.0 - bound_us / made.latency_us),
         explain=reasons,
         output=output,
-        seconds=seconds,
         notes=(f"Costs: {costs.sentence}",),
         headline=explain(made, is_brief=True).verdict,
     )

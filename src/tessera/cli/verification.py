@@ -61,7 +61,7 @@ class Verified(Record, frozen=True):
     fresh: FreshRequests
     legal: LegalOrders
     classes: tuple[ClassTrial, ...]
-    seconds: Annotated[float, HIDDEN]
+    seconds: Annotated[float, HIDDEN] = 0.0
 
     def problem(self) -> TesseraError | None:
         if self.verified:

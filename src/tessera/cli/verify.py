@@ -8,7 +8,6 @@ The model is built from the trace's step and called as it is. Then the launches 
     bytes left in memory, or the class is not shown to be `necessary`.
 """
 
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -37,7 +36,6 @@ def verify(
         from tessera.cli.trials import Trials
         from tessera.execute.timing import threads
 
-        started = time.perf_counter()
         with threads(1):
             trials = Trials(build_graph(trace), orders, seed, advance)
             fresh, legal, classes = trials.fresh(requests), trials.legal(), trials.classes()
@@ -54,5 +52,4 @@ def verify(
         fresh=fresh,
         legal=legal,
         classes=classes,
-        seconds=round(time.perf_counter() - started, 3),
     )
