@@ -11,7 +11,7 @@ sorted column, kept as a bit set, and the sets are intersected.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -101,8 +101,7 @@ def layout_of(problem: Problem, step: int) -> Layout:
             rounded.setdefault(item.num_bytes, floored(item.wait_us, grid))
     items = [[Item(x.readers, rounded[x.num_bytes], x.num_bytes) for x in made] for made in items]
     least = np.ascontiguousarray(_closure(floored(problem.latency_us, grid)).T)
-    bare = Layout(problem, step, items, (), least, grid)
-    return replace(bare, moves=tuple(_moves(items, tails_of(items, bare.costs_us()))))
+    return Layout(problem, step, items, tuple(_moves(items)), least, grid)
 
 
 def floored(times: Floats, grid: float) -> Floats:
@@ -143,21 +142,13 @@ def _ancestors(items: Sequence[Sequence[Item]]) -> list[int]:
     return above
 
 
-def _moves(items: Sequence[Sequence[Item]], tail_us: Floats) -> Iterator[Move]:
-    """Readers with dominated tails [launch, device] are left out of the pairs."""
+def _moves(items: Sequence[Sequence[Item]]) -> Iterator[Move]:
     num, above = len(items), _ancestors(items)
     # Common ancestors of all launches from each on.
     rest = [-1] * (num + 1)
     for launch in range(num - 2, -1, -1):
         rest[launch] = rest[launch + 1] & above[launch]
     columns: list[tuple[int, ...]] = [()]
-
-    @cache
-    def followed(readers: tuple[int, ...]) -> tuple[int, ...]:
-        some = readers[:MAX_READERS]
-        tails = tail_us[list(some)]
-        order = np.argsort(-tails.sum(axis=1), kind="stable")
-        return tuple(some[i] for i in order[non_dominated(-tails[order].T)].tolist())
 
     for launch, made in enumerate(items):
         left: dict[tuple[int, ...], list[int]] = {}
@@ -169,7 +160,7 @@ def _moves(items: Sequence[Sequence[Item]], tail_us: Floats) -> Iterator[Move]:
         at = {readers: index for index, readers in enumerate(keys, start=1)}
         first = {x.readers: x for x in reversed(made) if x.readers not in left}
         raised = _raised(launch, keys, above, rest[launch + 1]) if launch < num - 1 else ()
-        pairs = [(i, r) for i, k in enumerate(keys, start=1) for r in followed(k)]
+        pairs = [(i, r) for i, k in enumerate(keys, start=1) for r in k[:MAX_READERS]]
         yield Move(
             reads=_indices([0, *(i for i, readers in enumerate(columns) if i and readers[0] == launch)]),
             kept=_indices([0, *(left[k][0] if k in left else 0 for k in keys)]),
