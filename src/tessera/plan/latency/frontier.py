@@ -14,7 +14,7 @@ import numpy as np
 from tessera import ir
 from tessera.plan.arrays import Floats, Ints, Labels
 from tessera.plan.config import SearchConfig
-from tessera.plan.latency.layout import NEVER_US, Layout, floored, non_dominated, tails_of
+from tessera.plan.latency.layout import NEVER_US, Layout, non_dominated, tails_of
 from tessera.plan.problem import Problem
 
 # Lowers bounds by more than the rounding error.
@@ -40,7 +40,7 @@ def course_of(layout: Layout, migration_us: Floats | None = None, fixed: Ints | 
     cost = layout.costs_us(fixed)
     added = np.zeros_like(cost)
     if migration_us is not None:
-        added[:-1] = floored(migration_us, layout.grid_us)
+        added[:-1] = migration_us
     return Course(layout, cost, added, tails_of(layout.items, cost)[:, :, None])
 
 

@@ -3,8 +3,7 @@
 Values with the same remaining readers share a column with the latest time. A group (launches with shared
 state) is a value available only on its first launch's device. The step's end is one more launch without cost.
 A column whose remaining readers all descend from a launch is not used before it ends; `raises` lists such
-columns, so that irrelevant differences vanish. Times are rounded down to multiples of a power of two, which
-makes sums exact.
+columns, so that irrelevant differences vanish.
 
 `non_dominated` compares few rows pairwise; for many, the rows no later than a given one form a prefix of each
 sorted column, kept as a bit set, and the sets are intersected.
@@ -23,10 +22,6 @@ from tessera.plan.problem import Problem
 # The time on a forbidden device.
 NEVER_US = 1e15
 MAX_READERS = 8
-# A float has 53; the rest is for migration.
-TIME_BITS = 44
-# Sizes without bytes: groups, and values read only by the end.
-GROUP, LAST = -1, -2
 # Up to so many rows, pairwise comparison is faster.
 FEW_ROWS = 40
 WORD = 64
@@ -39,8 +34,6 @@ class Item:
     readers: tuple[int, ...]
     # [producer's device, reader's device]; infinite elsewhere for a group.
     wait_us: Floats
-    # Equal sizes have equal waits.
-    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +65,6 @@ class Layout:
     moves: tuple[Move, ...]
     # [destination, source]: fastest chain of transfers.
     least_wait_us: Floats
-    grid_us: float
 
     @property
     def num_launches(self) -> int:
@@ -87,25 +79,13 @@ class Layout:
             cost = np.where(elsewhere, NEVER_US, cost)
         if problem.allowed is not None:
             cost = np.where(problem.allowed[problem.node_of[self.step]], cost, NEVER_US)
-        return floored(np.concatenate([cost, np.zeros((1, problem.num_devices))]), self.grid_us)
+        return np.concatenate([cost, np.zeros((1, problem.num_devices))])
 
 
 def layout_of(problem: Problem, step: int) -> Layout:
     items = _items(problem, step)
-    finite = (float(x.wait_us[np.isfinite(x.wait_us)].max()) for made in items for x in made)
-    total = max(1e-9, float(problem.cost_us[step].max(axis=1).sum()) + sum(finite))
-    grid = float(2.0 ** (np.ceil(np.log2(total)) - TIME_BITS))
-    rounded: dict[int, Floats] = {}
-    for made in items:
-        for item in made:
-            rounded.setdefault(item.num_bytes, floored(item.wait_us, grid))
-    items = [[Item(x.readers, rounded[x.num_bytes], x.num_bytes) for x in made] for made in items]
-    least = np.ascontiguousarray(_closure(floored(problem.latency_us, grid)).T)
-    return Layout(problem, step, items, tuple(_moves(items)), least, grid)
-
-
-def floored(times: Floats, grid: float) -> Floats:
-    return np.asarray(np.floor(times / grid) * grid)
+    least = np.ascontiguousarray(_closure(problem.latency_us).T)
+    return Layout(problem, step, items, tuple(_moves(items)), least)
 
 
 def _items(problem: Problem, step: int) -> list[list[Item]]:
@@ -113,22 +93,19 @@ def _items(problem: Problem, step: int) -> list[list[Item]]:
     items: list[list[Item]] = [[] for _ in [*nodes, None]]
     num = problem.num_devices
     apart = ~np.eye(num, dtype=np.bool_)
-    waits: dict[int, Floats] = {GROUP: np.where(apart, np.inf, 0.0), LAST: np.zeros((num, num))}
     for value in graph.values:
         if value.producer is not None and value.readers:
-            size = value.num_bytes
-            if size not in waits:
-                waits[size] = (problem.latency_us + size * problem.us_per_byte) * apart
-            items[value.producer].append(Item(tuple(sorted(set(value.readers))), waits[size], size))
+            wait_us = (problem.latency_us + value.num_bytes * problem.us_per_byte) * apart
+            items[value.producer].append(Item(tuple(sorted(set(value.readers))), wait_us))
     members: dict[int, list[int]] = {}
     for launch, node in enumerate(nodes):
         members.setdefault(node, []).append(launch)
     for first, *others in members.values():
         if others:
-            items[first].append(Item(tuple(others), waits[GROUP], GROUP))
+            items[first].append(Item(tuple(others), np.where(apart, np.inf, 0.0)))
     for made in items[:-1]:
         if not made:
-            made.append(Item((len(nodes),), waits[LAST], LAST))
+            made.append(Item((len(nodes),), np.zeros((num, num))))
     return items
 
 
