@@ -8,7 +8,7 @@ Masks are computed by threads without the interpreter's lock, while a step that 
 (`sequences`). An answer whose mask is late sits steps out, and its later masks are computed alone, so that
 hard grammars delay no other answer.
 
-Not handled: JSON schema keywords unknown to the library; such a schema is refused by name.
+Not handled: JSON schema keywords that the library lacks; such a schema is refused by name.
 """
 
 import asyncio
