@@ -27,8 +27,6 @@ class SearchConfig:
     memory_penalty: float = 10.0
     # Rise of byte prices from first to last layer: equal layers would all move at one price.
     tilt: float = 0.5
-    # Temporaries have no price.
-    memory_factors: tuple[float, ...] = (1.0, 1.25, 1.6, 2.5)
     # Up to so many choices (nodes x devices) a MILP is solved.
     few_choices: int = 32
 

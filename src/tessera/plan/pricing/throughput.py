@@ -121,7 +121,7 @@ class Pool:
         labels, bound = self.pricer.cheapest(prices, starts)
         return self.problem.column(labels), bound
 
-    def fitting(self, microbatches: int, prices: Prices | None = None) -> Column:
+    def fitting(self, microbatches: int) -> Column:
         """A cheap placement that fits, if one was found.
 
         Byte prices rise on overfull devices and fall on others, by steps that grow, and halve on each
@@ -129,11 +129,8 @@ class Pool:
         """
         prob, config = self.problem, self.config
         num = prob.num_devices
-        free = replace(
-            prices or Prices(np.ones(num), np.ones((num, num)) * 1e-3),
-            microbatches=microbatches,
-            tilt=config.tilt,
-        )
+        link = np.ones((num, num)) * 1e-3
+        free = Prices(np.ones(num), link, microbatches=microbatches, tilt=config.tilt)
         # The bound is not needed, and slow with more than two devices.
         column, _ = self.price(replace(free, memory=np.zeros(num)))
         total_bytes = max(1.0, float(prob.resident(microbatches).num_bytes.sum()))
@@ -241,19 +238,12 @@ def _generate(pool: Pool, depth: float | None, capacity: Floats) -> tuple[Floats
 
 def _within_memory(pool: Pool, depth: float | None, capacity: Floats) -> Floats:
     microbatches = pool.microbatches / capacity[: pool.problem.num_devices]  # shared by a kind
-    is_fitted = False
     for _ in range(pool.config.max_memory_rounds):
         found = master(pool, pool.columns, depth, capacity, microbatches)
         time = np.append(found.duals, found.path)
         prices = replace(_prices(pool, time), memory=found.memory, microbatches=float(microbatches.mean()))
-        dearer = (replace(prices, memory=found.memory * factor) for factor in pool.config.memory_factors)
-        if any(pool.add(pool.price(tried)[0]) for tried in dearer):
-            continue
-        wanted = () if is_fitted else dict.fromkeys((pool.microbatches, 1))
-        added = [pool.add(pool.fitting(num, prices)) for num in wanted]
-        if not any(added):
+        if not pool.add(pool.price(prices)[0]):
             break
-        is_fitted = True
     return master(pool, pool.columns, depth, capacity, microbatches).rates
 
 
