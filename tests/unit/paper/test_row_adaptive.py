@@ -19,7 +19,7 @@ from tessera.simulate.stepper import Faults, Loss
 
 ROWS, TOKENS = 4, 20
 # Requests, if nothing else is said.
-NUM = examples(1500, 500)
+NUM = examples(1500, 300)
 # Requests per second of the plan that has one device.
 ALONE_PER_S = ROWS / (RUN_US * 1e-6) / TOKENS
 
@@ -34,7 +34,7 @@ def setting(arrivals: str, num: int = NUM, faults: Faults | None = None) -> Scen
 def _short_runs() -> Iterator[None]:
     """What a plan can do is found by fewer requests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("benchmarks.row_service.metrics.LEAST", examples(1000, 300))
+        patch.setattr("benchmarks.row_service.metrics.LEAST", examples(1000, 150))
         yield
 
 
@@ -67,7 +67,7 @@ def test_adaptive_is_never_much_worse_than_the_better_fixed_policy(
 @pytest.mark.parametrize("share", one_of_each([0.8, 0.4, 1.2], bool))
 def test_adaptive_keeps_up_with_bursts(share: float, known: tuple[Capability, ...]) -> None:
     """The same when the load jumps to four times its mean and back, and switches happen."""
-    wanted = setting(f"bursty:{share * ALONE_PER_S},4,0.1,0.05", examples(4000, 2000))
+    wanted = setting(f"bursty:{share * ALONE_PER_S},4,0.1,0.05", examples(4000, 1000))
     adaptive, _ = adapt(both_plans(), wanted, known=known)
 
     assert mean_s(adaptive) <= 1.05 * min(mean_s(r) for r in compare(both_plans(), wanted))
@@ -122,7 +122,7 @@ def test_a_replan_that_fails_leaves_the_old_plans_running(known: tuple[Capabilit
 
     slow = Faults(slowdowns=(("d1", 0.01, 2.0),))
     watch = MonitorConfig(window_s=0.05)
-    num = examples(5000, 1500)
+    num = examples(5000, 1000)
     wanted = setting(f"poisson:{1.3 * ALONE_PER_S}", num, slow)
     adaptive, _ = adapt(both_plans(), wanted, watch, make, 0.1, known)
 
@@ -138,7 +138,7 @@ def test_a_price_is_corrected_once() -> None:
         asked.append(costs[0].us(0, 1) / split_plan().costs[0].us(0, 1))
         return plan
 
-    wanted = setting(f"batch:{examples(4000, 2000)}", faults=Faults(slowdowns=(("d1", 0.0, 1.5),)))
+    wanted = setting(f"batch:{examples(4000, 1000)}", faults=Faults(slowdowns=(("d1", 0.0, 1.5),)))
     adapt([("throughput", split_plan())], wanted, MonitorConfig(window_s=0.02), make, 0.01)
 
     assert [pytest.approx(1.5, rel=0.05)] == asked
@@ -152,7 +152,7 @@ def test_a_policy_past_its_capacity_is_left_soon() -> None:
     far = make_plan([chain], [[(*launches[:6], 1)]], cluster=cluster, microbatches=4)
     plans = [("near", replace(near, objective=Objective.LATENCY)), ("far", far)]
     load = 1.104 * ROWS / (7 * LAUNCH_US * 1e-6) / TOKENS
-    wanted = setting(f"poisson:{load}", examples(4000, 2000))
+    wanted = setting(f"poisson:{load}", examples(4000, 1000))
     adaptive, capabilities = adapt(plans, wanted)
     switches = [d.at_s for d in adaptive.decisions if d.kind is DecisionKind.SWITCH]
 
