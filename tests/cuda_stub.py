@@ -104,7 +104,7 @@ def _mem_ops(stream: int, ops: Sequence[MemOp]) -> None:
         while op.is_wait and word.value != op.value:
             if time.monotonic() > until:
                 raise RuntimeError("a wait that nobody answers")
-            time.sleep(1e-4)
+            time.sleep(5e-4)
         if not op.is_wait:
             word.value = op.value
 

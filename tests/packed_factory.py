@@ -273,11 +273,11 @@ def post(url: str, **body: Any) -> Any:
         return json.load(answer)
 
 
-def answer(url: str, model: str, prompt: list[int]) -> list[str]:
-    document = post(f"{url}/v1/completions", model=model, prompt=prompt, max_tokens=24, temperature=0)
+def answer(url: str, model: str, prompt: list[int], num: int = 24) -> list[str]:
+    document = post(f"{url}/v1/completions", model=model, prompt=prompt, max_tokens=num, temperature=0)
     assert model == document["model"]
     return str(document["choices"][0]["text"]).split()
 
 
-def words(model: Any, prompt: list[int]) -> list[str]:
-    return [f"t{token}" for token in generated(model, prompt, 24)]
+def words(model: Any, prompt: list[int], num: int = 24) -> list[str]:
+    return [f"t{token}" for token in generated(model, prompt, num)]

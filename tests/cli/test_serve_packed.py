@@ -13,10 +13,12 @@ pytest.importorskip("transformers")
 from commands import used
 from lora_factory import write_adapter
 from packed_factory import answer, serve_words, serving, words, write_folder, write_words
+from sampling import examples
 
 PROMPT = [5, 17, 200, 31, 8, 90, 44]
 # The prompt that other prompts share is more than a page.
 LONG = [(7 * i) % 250 for i in range(40)]
+NUM = examples(24, 10)
 
 
 @pytest.mark.slow
@@ -46,7 +48,7 @@ def test_adapters_are_chosen_by_name(tmp_path: Path) -> None:
     def talk(said: dict[str, str]) -> tuple[list[list[str]], list[str]]:
         url = said["url"]
         with ThreadPoolExecutor(len(asked)) as pool:
-            found = list(pool.map(lambda ask: answer(url, *ask), asked))
+            found = list(pool.map(lambda ask: answer(url, *ask, NUM), asked))
         with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as listed:
             names = [card["id"] for card in json.load(listed)["data"]]
         with pytest.raises(urllib.error.HTTPError, match="404"):
@@ -55,6 +57,7 @@ def test_adapters_are_chosen_by_name(tmp_path: Path) -> None:
 
     (found, names), _ = used(talk, *serve_words(tmp_path / "base", *options))
     assert ["base", "one", "two"] == names
-    own = {(name, len(prompt)): words(models[name], prompt) for name in models for prompt in (LONG, PROMPT)}
+    asks = [(name, prompt) for name in models for prompt in (LONG, PROMPT)]
+    own = {(name, len(prompt)): words(models[name], prompt, NUM) for name, prompt in asks}
     assert [own[name, len(prompt)] for name, prompt in asked] == found
     assert 3 == len({tuple(own[name, len(LONG)]) for name in models})
