@@ -18,7 +18,7 @@ from benchmarks.paper.summary import summary
 from benchmarks.paper.tables import tables
 
 from tessera.cli import run_app
-from tessera.cli.output import JsonOption, console, progress, warning
+from tessera.cli.output import JsonOption, console, progress, say
 from tessera.errors import MissingExtra, TesseraError
 from tessera.ir.files import cache_folder
 from tessera.report.ratios import check_matplotlib
@@ -122,7 +122,7 @@ def shared_folder(name: str) -> Iterator[Path]:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        warning()(f"{folder} cannot be written: {error.strerror}")
+        say(f"warning: {folder} cannot be written: {error.strerror}; it is done without")
         with tempfile.TemporaryDirectory() as other:
             yield Path(other)
         return
