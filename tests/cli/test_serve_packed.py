@@ -48,7 +48,7 @@ def test_adapters_are_chosen_by_name(tmp_path: Path) -> None:
     def talk(said: dict[str, str]) -> tuple[list[list[str]], list[str]]:
         url = said["url"]
         with ThreadPoolExecutor(len(asked)) as pool:
-            found = list(pool.map(lambda ask: answer(url, *ask, NUM), asked))
+            found = list(pool.map(lambda ask: answer(url, ask[0], ask[1], NUM), asked))
         with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as listed:
             names = [card["id"] for card in json.load(listed)["data"]]
         with pytest.raises(urllib.error.HTTPError, match="404"):
