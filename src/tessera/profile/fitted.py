@@ -368,13 +368,12 @@ def _compute_us(params: Params, loads: Loads, peaks: Peaks) -> Array:
     if params.tile <= 0.0 or not shaped.any():
         return plain
     batch, m, n, k = loads.gemm[:, shaped]
-    best = np.full(batch.shape, np.inf)
-    for rows, columns in TILES:
-        tiles = batch * np.ceil(m / rows) * np.ceil(n / columns)
-        dearer = 1.0 + params.tile * (128 / rows + 128 / columns - 1.5)
-        for split in SPLITS:
-            in_waves = np.ceil(tiles * split / peaks.num_sms) * peaks.num_sms
-            us = in_waves * (2.0 * rows * columns) * (k / split) * dearer / per_us
-            np.minimum(best, us + params.split_us * np.log2(split), out=best)
+    rows, columns = np.array(TILES).T[:, :, None, None]
+    split = np.array(SPLITS)[:, None]
+    tiles = batch * np.ceil(m / rows) * np.ceil(n / columns)
+    dearer = 1.0 + params.tile * (128 / rows + 128 / columns - 1.5)
+    in_waves = np.ceil(tiles * split / peaks.num_sms) * peaks.num_sms
+    us = in_waves * (2.0 * rows * columns) * (k / split) * dearer / per_us
+    best = (us + params.split_us * np.log2(split)).min(axis=(0, 1))
     plain[shaped] = np.maximum(best, plain[shaped])
     return plain
