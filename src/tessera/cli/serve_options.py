@@ -219,7 +219,6 @@ class ServeConfig(MeetingOptions):
         return HttpLimits(body_bytes=self.max_body, requests=self.max_requests, drain_s=self.drain)
 
     def spec(self, cluster: Cluster) -> "ServeSpec":
-        from tessera.planning import read_frequencies
         from tessera.serve.policies import check_policy
         from tessera.serve.records import ServeSpec, sizes_for
 
@@ -234,13 +233,21 @@ class ServeConfig(MeetingOptions):
             random_weights=self.random_weights,
             effort=self.effort,
             adapters=_adapters(self.lora or []),
-            expert_frequencies=read_frequencies(self.expert_frequencies) if self.expert_frequencies else {},
+            expert_frequencies=_frequencies(self.expert_frequencies),
         )
         if not (self.prompt_tokens and self.output_tokens):
             return spec
         load = Load(self.prompt_tokens, self.output_tokens, tpot_ms=self.tpot_ms, ttft_ms=self.ttft_ms)
         is_free = self.microbatches is self.seqs is self.max_batch_tokens is None
         return replace(spec, load=load, is_for_load=is_free)
+
+
+def _frequencies(path: Path | None) -> tuple[tuple[str, tuple[float, ...]], ...]:
+    if path is None:
+        return ()
+    from tessera.planning import read_frequencies
+
+    return tuple((module, tuple(often)) for module, often in sorted(read_frequencies(path).items()))
 
 
 def _adapters(given: list[str]) -> tuple[tuple[str, str], ...]:

@@ -319,7 +319,7 @@ def prepare(
 def _backend(
     cluster: ir.Cluster, spec: ServeSpec, store: Path | None, is_compiled: bool
 ) -> "CpuBackend | GpuBackend":
-    given = (cluster, spec.microbatches, store, spec.expert_frequencies, spec.memory_share)
+    given = (cluster, spec.microbatches, store, dict(spec.expert_frequencies), spec.memory_share)
     if not any(d.kind is ir.DeviceKind.CUDA and d.ordinal != ir.AWAY for d in cluster.devices):
         warm_up()  # in parallel with capture and planning
         is_away = all(device.ordinal == ir.AWAY for device in cluster.devices)
@@ -353,8 +353,8 @@ def _for_load(model: str, cluster: ir.Cluster, spec: ServeSpec, advance: Listene
     from tessera.planning import ServedSteps, make_service_plan
     from tessera.serve.rehearse import rehearse
 
-    steps = ServedSteps(model, cluster, spec.random_weights, advance=advance)
-    steps.frequencies = spec.expert_frequencies
+    often = dict(spec.expert_frequencies)
+    steps = ServedSteps(model, cluster, spec.random_weights, advance=advance, frequencies=often)
     try:
         steps.is_compiled, _ = choose_launches(steps.anchors, "")
         _ = steps.family

@@ -125,7 +125,7 @@ class ServeSpec:
     # (name for clients, folder)
     adapters: tuple[tuple[str, str], ...] = ()
     # By module: how often each expert is chosen.
-    expert_frequencies: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    expert_frequencies: tuple[tuple[str, tuple[float, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
