@@ -132,7 +132,6 @@ def plan_full(wanted: plan_model.PlannedLoad) -> plan_model.PlannedModel:
 
 
 def _cluster(devices: str, link: str) -> Cluster:
-
     cluster = make_cluster(parse_devices(devices), link)
     if len(cluster.devices) < 2:
         remedy = "Name two or more, such as emu:a100,emu:l40s."
@@ -222,7 +221,6 @@ async def _answers(service: "Service", asks: "list[Ask]") -> list[list[int]]:
 
 
 def _write(full: ServicePlan | Plan, divided: SmallRuns, output: Path) -> dict[str, str]:
-
     files = {
         "page": output / "report.html",
         "full_plan": output / f"{FULL_MODEL}.plan",

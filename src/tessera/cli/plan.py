@@ -49,18 +49,15 @@ class PricedDevices:
     price: PriceOption = None
 
     def cluster(self) -> Cluster:
-
         if self.devices is None:
             remedy = "Name them: --devices emu:a100,emu:l40s; for traces, --costs does too."
             raise TesseraError("no devices were named", remedy, "--devices")
         return self._wired(self._changed(parse_devices(self.devices)))
 
     def _wired(self, devices: tuple[Device, ...]) -> Cluster:
-
         return wire(devices, self.link or [], self.bus or [])
 
     def _changed(self, devices: tuple[Device, ...]) -> tuple[Device, ...]:
-
         capped, usd = cap_memory(devices, self.memory or []), prices_of(self.price or ())
         return tuple(replace(d, usd_per_hour=usd.get(d.gpu or "", d.usd_per_hour)) for d in capped)
 
@@ -168,7 +165,6 @@ def _plan_traces(
 
 
 def _constraints(pins: list[str] | None, forbidden: list[str] | None) -> tuple[Constraint, ...]:
-
     return (
         *(parse_constraint(x, True) for x in pins or ()),
         *(parse_constraint(x, False) for x in forbidden or ()),

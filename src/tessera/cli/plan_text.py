@@ -93,7 +93,6 @@ class PlanFigures(Record, frozen=True):
 
 
 def sure(made: Plan) -> CostFigures:
-
     return CostFigures.of(sureness(made))
 
 
@@ -142,7 +141,6 @@ def _lanes(made: Plan) -> tuple[LaneFigures, ...]:
 
 
 def reasons_of(made: Plan) -> PlanReasons:
-
     found = explain(made)
     return PlanReasons.of(found, notes=(*(reason.sentence for reason in found.reasons), *found.remarks))
 

@@ -54,7 +54,6 @@ def report(
 
 
 def _shown(path: Path) -> Shown:
-
     plan = load(Plan, path)
     beside = path.with_suffix(".timeline")
     is_there = kind_of(beside) == "timeline"

@@ -196,7 +196,6 @@ def run_plans(
 
 
 def _report(plans: Sequence[Plan], place: str, ran: Ran, trace: Path | None) -> RunReport:
-
     plan, num = plans[0], len(ran.results)
     if trace is not None:
         write_perfetto(ran.timeline, trace, simulate(plan, num))

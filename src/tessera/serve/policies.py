@@ -142,7 +142,6 @@ class ServicePlanner:
         return self._group_along(placement, ir.Role.MIXED, draft.microbatches, f"{policy}-{digest}")
 
     def _searched(self, policy: str, unit: ir.WorkUnit, microbatches: int) -> ir.Placement:
-
         search = search_config(self.effort)
         return place(unit, self.costs, self.cluster, policy, microbatches, search, SteadyRates())
 
@@ -178,7 +177,6 @@ class ServicePlanner:
         return self._group_along(placement, role, microbatches, home)
 
     def _group_along(self, placement: ir.Placement, role: ir.Role, microbatches: int, home: str) -> ir.Group:
-
         plan = lane_plan(self.unit, self.costs, self.cluster, placement, microbatches, home)
         return ir.Group(role, plan, self.shape.rows, microbatches)
 

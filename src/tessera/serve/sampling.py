@@ -22,8 +22,8 @@ MAX_SHARPNESS = 1e30
 # For a top-p of 0: the most likely token.
 LEAST_TOP_P = 1e-9
 NO_TOKEN = (
-    "no token may come next: its ends and stop_token_ids are banned until min_tokens, others by its form. "
-    "Lower min_tokens."
+    "no token may come next: end tokens and stop_token_ids are banned until min_tokens, and no other fits "
+    "the form of the answer. Lower min_tokens."
 )
 _BANNED = int(np.float32(-np.inf).view(np.int32))
 
@@ -130,7 +130,7 @@ class Pick:
 
     @property
     def failure(self) -> str:
-        """Why no token may come next; empty: not for what was asked."""
+        """Why no token may come next; empty: the request is not the cause."""
         failure = "" if self.guide is None else self.guide.failure
         return failure or (NO_TOKEN if self.ends and self.num_out < self.min_tokens else "")
 

@@ -158,7 +158,6 @@ def _maker(config: Any, step: Step) -> Callable[[Any, Step], Workload]:
 
 
 def _model(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) -> Any:
-
     register_attention()
     kind = model_class(config)
     options = {"attn_implementation": attention_of(kind), "dtype": dtype}
