@@ -26,7 +26,7 @@ from torch.nn.functional import linear
 
 from tessera.kernels.grouped import rotated
 from tessera.kernels.launch import overlaps
-from tessera.kernels.overlap_triton import launch_next, wait_previous
+from tessera.kernels.overlap_triton import fetch_early, launch_next, wait_previous
 from tessera.kernels.packing import BLOCKS, GROUP, MIDDLE, PLAIN, dequantise, num_columns
 
 # Rows, of each expert, from which a weight is written out.
@@ -39,11 +39,17 @@ _BUSY, _LEAST = 200, 4
 # Those of tiled weights: of 16 rows, of more.
 _BUSY_FEW, _BUSY_MORE = 190, 128
 _MAX_SPLITS = 8
+# Rows of which each warp has 32 outputs; by more outputs than so many: columns, blocks of inputs, stages.
+FEW_ROWS, _WIDE_FEW = 8, 12_001
+_FEW = ((12_000, (64, 2, 3)), (4_608, (32, 4, 3)), (0, (32, 8, 4)))
+# Lines of 128 bytes of each output that are asked for before the inputs are there.
+_AHEAD = tl.constexpr(4)
 # Programs beside one another for the rows of an expert.
 TILES_EACH = 2
 # Bytes per output, row and split.
 _JOINED = 8
-_COLUMNS, _WARPS, _STAGES = 128, 4, 4
+# The last: on cards with less shared memory than Hopper's.
+_COLUMNS, _WARPS, _STAGES, _MODEST_STAGES = 128, 4, 4, 3
 _ITEM = {"int4": torch.uint8, "int8": torch.int8, "fp8": torch.uint8}
 
 
@@ -54,6 +60,7 @@ class ProductTile:
     splits: int
     warps: int = _WARPS
     stages: int = _STAGES
+    depth: int = 1
 
 
 def tile_for(
@@ -61,6 +68,10 @@ def tile_for(
 ) -> ProductTile:
     """`line`: bytes of an output's codes; `busy`: programs that are enough."""
     each = rows if experts == 1 else -(-2 * rows // experts)
+    if tiled and each <= FEW_ROWS and not busy:
+        most = 0 if experts == 1 else _WIDE_FEW
+        columns, depth, stages = next(few for least, few in _FEW if max(outputs, most) > least)
+        return ProductTile(FEW_ROWS, columns, 1, columns * depth // 32, stages, depth)
     tile_rows = min(max(16, triton.next_power_of_2(each)), 64)
     programs = -(-outputs // _COLUMNS) * (-(-rows // tile_rows) if experts == 1 else min(experts, rows))
     busy = busy or ((_BUSY_FEW if tile_rows == 16 else _BUSY_MORE) if tiled else _BUSY)
@@ -130,13 +141,15 @@ def multiply(
     groups = -(-rows // tile.rows) if offsets is None else TILES_EACH * experts
     grid, options = (-(-outputs // tile.columns), groups, tile.splits), {
         "ROWS": tile.rows, "COLUMNS": tile.columns, "SPLITS": tile.splits, "TILES": TILES_EACH,
-        "num_warps": tile.warps, "num_stages": tile.stages, "OVERLAPS": overlap, "launch_pdl": overlap,
+        "OVERLAPS": overlap, "launch_pdl": overlap, "num_warps": tile.warps,
+        "num_stages": tile.stages if overlap else min(tile.stages, _MODEST_STAGES),
     }  # fmt: skip
     if is_tiled:
         is_brain = x.dtype is not torch.float16 or weight_format == "mxfp4_tiled"
         tiled_product[grid](
             x, codes, scales.view(torch.int32), bias, offsets, out, parts, rows, N=outputs, K=columns,
-            FORMAT=PLAIN[weight_format], IS_BRAIN=is_brain, HAS_BLOCKS=weight_format == BLOCKS, **options,
+            FORMAT=PLAIN[weight_format], IS_BRAIN=is_brain, HAS_BLOCKS=weight_format == BLOCKS,
+            DEPTH=tile.depth, **options,
         )  # fmt: skip
     else:
         packed_product[grid](
@@ -508,49 +521,88 @@ def _tiled_numbers(words, scales, FORMAT: tl.constexpr, IS_BRAIN: tl.constexpr):
     return tl.reshape(pairs, [C, 128])
 
 
+@triton.jit
+def _lines(
+    codes, scales, at, scale_at, depth, block, BLOCKS: tl.constexpr, WORDS: tl.constexpr, EACH: tl.constexpr,
+    DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Words and scales of blocks from `block` on."""
+    if DEPTH == 1:
+        return tl.load(codes + at + block * WORDS), tl.load(scales + scale_at + block * EACH)
+    else:
+        inside = block + depth if BLOCKS % DEPTH == 0 else tl.minimum(block + depth, BLOCKS - 1)
+        return tl.load(codes + at + (inside * WORDS)[:, None]), tl.load(scales + scale_at + inside * EACH)
+
+
+@triton.jit
+def _by_warp(number, given, scale, DEPTH: tl.constexpr):
+    """Operands of a product for each warp, of 32 lines and one block of inputs [DEPTH, ROWS, 128]."""
+    WARPS: tl.constexpr = number.shape[0] // 32
+    given = tl.permute(given, (0, 2, 1))[:, None]
+    given = tl.broadcast_to(given, [DEPTH, WARPS // DEPTH, 128, given.shape[3]])
+    given = tl.reshape(given, [WARPS, 128, given.shape[3]])
+    return tl.reshape(number, [WARPS, 32, 128]), given, tl.reshape(scale, [WARPS, 32, 1])
+
+
+@triton.jit
+def _add(number, given, scale, total, FORMAT: tl.constexpr):
+    if FORMAT == "mxfp4":
+        total = tl.dot(number, given, total, input_precision="ieee")
+    else:
+        total += tl.dot(number, given, input_precision="ieee") * scale
+    return total
+
+
 @triton.jit(do_not_specialize=["rows"])
 def tiled_product(
     x, codes, scales, bias, offsets, out, parts, rows, N: tl.constexpr, K: tl.constexpr,
     FORMAT: tl.constexpr, IS_BRAIN: tl.constexpr, HAS_BLOCKS: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, SPLITS: tl.constexpr, TILES: tl.constexpr, OVERLAPS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr, TILES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    wait_previous(OVERLAPS)
-    split = tl.program_id(2)
+    """Of 8 rows each warp has 32 outputs of one of `DEPTH` blocks of inputs; warps are summed at the end."""
+    IS_FEW: tl.constexpr = ROWS < 16
     WORDS: tl.constexpr = 32 if FORMAT == "fp8" else 16
     BLOCKS: tl.constexpr = (K + 127) // 128
-    SHARE: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
+    SHARE: tl.constexpr = (BLOCKS + SPLITS * DEPTH - 1) // (SPLITS * DEPTH) * DEPTH
     WIDE: tl.constexpr = x.dtype.element_ty != (tl.bfloat16 if IS_BRAIN else tl.float16)
-    n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    near = n if N % COLUMNS == 0 else tl.minimum(n, N - 1)
-    at = (near * (BLOCKS * WORDS))[:, None] + tl.arange(0, WORDS)[None, :]
-    expert, first, end = _rows_of(offsets, rows, ROWS, TILES)
-    codes += expert.to(tl.int64) * (N * BLOCKS * WORDS)
     EACH: tl.constexpr = 1 if HAS_BLOCKS else 32
     GROUP: tl.constexpr = 128 if HAS_BLOCKS else 32
-    scales += expert.to(tl.int64) * ((N + GROUP - 1) // GROUP * BLOCKS * EACH)
+    split, line = tl.program_id(2), tl.arange(0, COLUMNS * DEPTH)
+    n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    near, depth = tl.program_id(0) * COLUMNS + line % COLUMNS, line // COLUMNS
+    near = near if N % COLUMNS == 0 else tl.minimum(near, N - 1)
+    at = (near * (BLOCKS * WORDS))[:, None] + tl.arange(0, WORDS)[None, :]
     scale_at = near // GROUP * (BLOCKS * EACH)
     if not HAS_BLOCKS:
         scale_at += near % 8 * 4 + near // 8 % 4
+    if IS_FEW and OVERLAPS and offsets is None and BLOCKS * WORDS >= 32 * _AHEAD:
+        fetch_early(codes + tl.minimum(n, N - 1) * (BLOCKS * WORDS), _AHEAD)
+    wait_previous(OVERLAPS)
+    expert, first, end = _rows_of(offsets, rows, ROWS, TILES)
+    codes += expert.to(tl.int64) * (N * BLOCKS * WORDS)
+    scales += expert.to(tl.int64) * ((N + GROUP - 1) // GROUP * BLOCKS * EACH)
     for start in range(first, end, TILES * ROWS):
-        m = start + tl.arange(0, ROWS)
-        is_row = m < end
-        x_at = x + m.to(tl.int64)[:, None] * K + tl.arange(0, 128)[None, :]
-        total = tl.zeros([COLUMNS, ROWS], tl.float32)
-        for block in range(split * SHARE, tl.minimum(split * SHARE + SHARE, BLOCKS)):
-            scale = tl.load(scales + scale_at + block * EACH)
-            word = tl.load(codes + at + block * WORDS)
-            mask = is_row[:, None]
-            if K % 128 != 0:
-                mask = mask & (block * 128 + tl.arange(0, 128) < K)[None, :]
-            given = tl.trans(tl.load(x_at + block * 128, mask=mask, other=0.0))
+        m, k = start + tl.arange(0, ROWS), tl.arange(0, 128)[None, :]
+        if IS_FEW:
+            k = (tl.arange(0, DEPTH) * 128)[:, None, None] + k[None]
+            total = tl.zeros([COLUMNS * DEPTH // 32, 32, ROWS], tl.float32)
+        else:
+            total = tl.zeros([COLUMNS, ROWS], tl.float32)
+        x_at, is_row = x + m.to(tl.int64)[:, None] * K + k, m < end
+        for block in range(split * SHARE, tl.minimum(split * SHARE + SHARE, BLOCKS), DEPTH):
+            word, scale = _lines(codes, scales, at, scale_at, depth, block, BLOCKS, WORDS, EACH, DEPTH)
+            mask = is_row[:, None] if K % (128 * DEPTH) == 0 else is_row[:, None] & (block * 128 + k < K)
+            given = tl.load(x_at + block * 128, mask=mask, other=0.0)
             number = _tiled_numbers(word, scale, FORMAT, IS_BRAIN)
             if WIDE:
                 number, given = number.to(tl.float32), given.to(tl.float32)
-            if FORMAT == "mxfp4":
-                total = tl.dot(number, given, total, input_precision="ieee")
+            if IS_FEW:
+                total = _add(*_by_warp(number, given, _float(scale, FORMAT), DEPTH), total, FORMAT)
             else:
-                part = tl.dot(number, given, input_precision="ieee")
-                total += part * _float(scale, FORMAT)[:, None]
+                total = _add(number, tl.trans(given), _float(scale, FORMAT)[:, None], total, FORMAT)
+        if IS_FEW:
+            total = tl.sum(tl.reshape(total, [DEPTH, COLUMNS, ROWS]), 0)
         if FORMAT == "mxfp4":
             total *= 2.0**63
         _store(out, parts, bias, tl.trans(total), m, n, split * rows + m, is_row, n < N, N, SPLITS)

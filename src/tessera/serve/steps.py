@@ -37,7 +37,7 @@ MIN_ROWS, MAX_ROWS = 8, 256
 # Ratio of step sizes; smallest on a CPU, where padding costs as much as tokens.
 RATIO, MIN_SIZE = 4, 8
 # Smallest size and ratio with packed weights on a GPU: their products cost more for more rows.
-PACKED_SIZE, PACKED_RATIO = 16, 2
+PACKED_SIZE, PACKED_RATIO = 8, 2
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,7 @@ def test_only_what_decides_is_read(written: Folders) -> None:
 def test_a_packed_model_has_small_steps_also_where_others_have_none(written: Folders) -> None:
     """A GPU reads plain weights as fast for 64 rows as for one."""
     found = served(str(written("gptq", "llama").folder), ServeSpec(1, 64, 32, 128), min_size=64)
-    assert found.shape.sizes == (16, 32, 64, 128)
+    assert found.shape.sizes == (8, 16, 32, 64, 128)
 
 
 def test_weights_take_the_bytes_of_their_codes(written: Folders) -> None:
