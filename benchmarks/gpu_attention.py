@@ -64,10 +64,17 @@ class Case:
         return 4 * QUERY_HEADS * SIZE * seen
 
 
-DECODE = tuple(
-    Case(f"decode {rows} x {length}", ((length, 1),) * rows)
-    for rows in (1, 8, 16, 32, 64, 128)
-    for length in (576, 1088, 4096)
+DECODE = (
+    *(
+        Case(f"decode {rows} x {length}", ((length, 1),) * rows)
+        for rows in (1, 8, 16, 32, 64, 128)
+        for length in (576, 1088, 4096)
+    ),
+    # A step has as many places as its size; few of them are taken at a low load.
+    *(
+        Case(f"decode {rows} x {length} in 64 places", ((length, 1),) * rows + ((0, 0),) * (64 - rows))
+        for rows, length in ((8, 576), (1, 576), (1, 8192))
+    ),
 )
 PREFILL = (
     Case("prompt 2048", ((2048, 2048),) + ((0, 0),) * 63),

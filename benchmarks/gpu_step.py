@@ -32,18 +32,22 @@ from tessera.kernels import PAGE, launch
 
 @dataclass(frozen=True)
 class Case:
-    """(length, new tokens) of equal sequences, and how many times the pages that they need there are."""
+    """(length, new tokens) of equal sequences, how many times the pages that they need there are, and the
+    places of the step if it has more than sequences.
+    """
 
     sequences: int
     length: int
     new: int = 1
     room: int = 1
+    places: int = 0
 
     @property
     def name(self) -> str:
         """For a table."""
         what = "decode" if self.new == 1 else f"prompts of {self.new}"
-        return f"{what}, {self.sequences} of {self.length} tokens" + (", twice the pages" * (self.room - 1))
+        more = (", twice the pages" * (self.room - 1)) + (f" in {self.places} places" if self.places else "")
+        return f"{what}, {self.sequences} of {self.length} tokens{more}"
 
     def share(self, sizes: Sizes, found: dict[str, float], seconds: float) -> float:
         """Share of what the card allows."""
@@ -55,7 +59,7 @@ class Case:
 
 CASES = (
     Case(32, 1088), Case(32, 1088, room=2), Case(128, 1088), Case(1, 2048, 2048), Case(8, 256, 256),
-    Case(1, 1), Case(8, 576), Case(64, 576),
+    Case(1, 1), Case(8, 576), Case(64, 576), Case(8, 576, places=64), Case(1, 8192, places=64),
 )  # fmt: skip
 
 
@@ -103,8 +107,8 @@ def timed(model: str, layers: int, case: Case, has_kernels: bool) -> dict[str, A
 
     began = time.monotonic()
     pages = case.sequences * -(-case.length // PAGE) * case.room + 1
-    num_tokens = case.sequences * case.new
-    step = Step(model, "tokens", case.sequences, num_tokens, reserve=PAGE * pages, joined_products=True)
+    places = case.places or case.sequences
+    step = Step(model, "tokens", places, places * case.new, reserve=PAGE * pages, joined_products=True)
     with torch.device("cuda"):
         workload = build(step) if Path(model).is_dir() else _build(step, layers)
     tables = lay_out(workload.step, [(case.length, case.new)] * case.sequences, range(1, pages))
