@@ -15,6 +15,7 @@ from tessera.capture import Workload, build, outlines, record_step
 from tessera.capture.function import KIND
 from tessera.errors import MismatchError, TesseraError, UnknownName, install_line
 from tessera.execute.timing import CpuTimer, threads
+from tessera.ir import units
 from tessera.ir.graph import StepFamily, check_counts, check_steps
 from tessera.plan import FULL, Comparison, PlanConfig, SearchConfig, Target, solve
 from tessera.plan.batches import BATCHES, BatchSearch, PricedUnit
@@ -314,7 +315,7 @@ def _own_tensors(trace: ir.Trace, device: ir.Device) -> tuple[Tensors | None, tu
     limit = min(device.memory_bytes, MAX_BUILT_BYTES) if where == "cpu" else device.memory_bytes
     try:
         if size > limit:
-            raise TesseraError(f"the model has {size / 1e9:.1f} GB")
+            raise TesseraError(f"the model has {units.size(size)}")
         with torch.device(where), torch.no_grad():
             workload = build(trace.step).drawing(trace)
         workload.module.to(where)

@@ -18,12 +18,12 @@ from tessera.advise.raters import Advance, Rater, rater_of
 from tessera.advise.records import Advice, Candidate, Market, ModelLoad, Regime, RentedLoad
 from tessera.errors import PlanInfeasible, TesseraError
 from tessera.ir import Cluster, Load, Plan, ServicePlan
+from tessera.ir.units import digits
 from tessera.plan import Comparison, Option
 from tessera.plan.comparison import times_text
 from tessera.plan.rent import Basket, Limit, Offer, baskets
 from tessera.profile import Gpu, gpu, known_gpus, make_cluster, parse_devices, sureness
 from tessera.report import round_limits
-from tessera.report.figures import digits
 
 Planned = tuple[ServicePlan | Plan, Comparison]
 

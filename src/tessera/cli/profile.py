@@ -13,6 +13,7 @@ import typer
 from tessera.cli.output import HIDDEN, Record, option, progress, say, shown
 from tessera.errors import DeviceGone, TesseraError
 from tessera.ir import Cost, Costs, Device, Source, Trace, load, save
+from tessera.ir.units import duration
 from tessera.profile import notes, parse_devices, works
 from tessera.profile.measured import (
     Measured,
@@ -32,7 +33,7 @@ from tessera.profile.store import (
     keep_links,
     remark,
 )
-from tessera.report import duration, short_name
+from tessera.report import short_name
 
 DEVICES_HELP = "Devices, such as cuda:0,cpu or emu:a100,emu:l40s. Those of this machine are measured."
 

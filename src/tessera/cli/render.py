@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tessera.report.figures import duration, percent, size
+from tessera.ir.units import duration, percent, size
 
 # Cells of at least this length wrap, in columns of at least this width.
 PROSE_LENGTH, PROSE_WIDTH = 28, 14

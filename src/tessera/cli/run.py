@@ -15,7 +15,7 @@ import typer
 from tessera.cli.output import HIDDEN, Record, option, progress, shown
 from tessera.cli.remote import MeetingOptions, gathered, plans_digest, serve_rank
 from tessera.errors import MismatchError, TesseraError
-from tessera.ir import BufferKind, DeviceKind, Plan, Timeline, Trace, load
+from tessera.ir import BufferKind, DeviceKind, Plan, Timeline, Trace, load, units
 from tessera.profile import parse_devices
 from tessera.report import write_perfetto
 from tessera.simulate import simulate
@@ -296,7 +296,7 @@ def launches_of(plan: Plan, weights: "Tensors") -> "RunStep":
 def check_runnable(trace: Trace, place: str) -> None:
     size = sum(trace.buffers[b].size_bytes for b in trace.buffers_of(BufferKind.WEIGHT))
     if size > MAX_BYTES:
-        message = f"{trace.step.model} has {size / 1e9:.1f} GB of weights; this command runs the whole model"
+        message = f"{trace.step.model} has {units.size(size)} of weights; this command runs the whole model"
         remedy = "Verify the tiny model of the same family: tessera capture tiny-... --device cpu."
         raise TesseraError(message, remedy, place)
     if trace.recorded_on != "cpu":

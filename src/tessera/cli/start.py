@@ -14,7 +14,7 @@ from tessera.capture import place_of
 from tessera.cli.serve_options import ServeConfig, log_line, template_of
 from tessera.errors import TesseraError
 from tessera.execute.worker_stepper import MakeHub
-from tessera.ir import BufferKind, Cluster, DeviceKind, ServicePlan, load
+from tessera.ir import BufferKind, Cluster, DeviceKind, ServicePlan, load, units
 from tessera.kernels import PAGE
 from tessera.serve.background import PlannerProcess
 from tessera.serve.limits import read_keys
@@ -248,9 +248,9 @@ def _one_more(plan: ServicePlan) -> str:
         need = sum(b.size_bytes for b in buffers if b.kind is BufferKind.WEIGHT)
         names = dict(plan.plans[0].lanes[0].placement.fetched)
         sent = sum(b.size_bytes for b in buffers if b.name in names)
-        fetched = f"{sent / 1e9:.3g} GB are fetched in every step and " if sent else ""
+        fetched = f"{units.size(sent)} are fetched in every step and " if sent else ""
         return (
-            f"the GPU cannot hold all weights ({need / 1e9:.3g} GB), so {fetched}its host computes with the "
+            f"the GPU cannot hold all weights ({units.size(need)}), so {fetched}its host computes with the "
             f"rest; one like it that holds them would give about {per_s:,.0f} tokens/s (modelled)"
         )
     parts = [f"{kind} adds {per_s:,.0f}" for kind, per_s in added.items()]

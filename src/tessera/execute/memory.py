@@ -23,6 +23,7 @@ from tessera import ir
 from tessera.errors import DeviceMemoryError, MismatchError
 from tessera.execute.lower import check_programs, fetched_by, lower
 from tessera.execute.schedule import until_wait
+from tessera.ir import units
 from tessera.kernels import BY_ROW, is_paged
 from tessera.kernels.choice import LATE_INPUTS
 
@@ -186,11 +187,12 @@ def check_memory(footprint: Footprint, memory_bytes: int, what: str = "") -> Non
     over = footprint.peak_bytes - memory_bytes
     if over <= 0:
         return
-    pages = f", {_gb(footprint.home_bytes)} of pages" if footprint.home_bytes else ""
+    text = units.size
+    pages = f", {text(footprint.home_bytes)} of pages" if footprint.home_bytes else ""
     message = (
-        f"{_gb(footprint.peak_bytes)} are needed ({_gb(footprint.weight_bytes)} of weights{pages} and "
-        f"{footprint.microbatches} microbatches of {_gb(footprint.microbatch_bytes)}), "
-        f"{_gb(over)} more than its {_gb(memory_bytes)}{what}"
+        f"{text(footprint.peak_bytes)} are needed ({text(footprint.weight_bytes)} of weights{pages} and "
+        f"{footprint.microbatches} microbatches of {text(footprint.microbatch_bytes)}), "
+        f"{text(over)} more than its {text(memory_bytes)}{what}"
     )
     raise DeviceMemoryError(message, _remedy(footprint, memory_bytes), f"device {footprint.device}")
 
@@ -224,13 +226,9 @@ def _remedy(footprint: Footprint, memory_bytes: int) -> str:
     if fitting >= 1:
         return f"Lower --microbatches to {fitting}, or capture with a smaller batch or context."
     if room <= 0:
-        return f"Put {_gb(-room)} of its weights on another device: plan again with more devices."
+        return f"Put {units.size(-room)} of its weights on another device: plan again with more devices."
     share = 1 - room / footprint.microbatch_bytes
     return f"Use one microbatch, and capture with a batch or context at least {share:.0%} smaller."
-
-
-def _gb(size_bytes: int) -> str:
-    return f"{size_bytes / 1e9:.2f} GB" if size_bytes >= 1e7 else f"{size_bytes / 1e6:.3f} MB"
 
 
 def tensor_of(storage: Storage, view: ir.View) -> torch.Tensor:

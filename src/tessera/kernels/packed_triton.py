@@ -560,7 +560,7 @@ def tiled_product(
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr, TILES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Of 8 rows each warp has 32 outputs of one of `DEPTH` blocks of inputs; warps are summed at the end."""
+    """Each warp has 32 outputs of one of `DEPTH` blocks of inputs for 8 rows; warps are summed at the end."""
     IS_FEW: tl.constexpr = ROWS < 16
     WORDS: tl.constexpr = 32 if FORMAT == "fp8" else 16
     BLOCKS: tl.constexpr = (K + 127) // 128

@@ -16,6 +16,7 @@ import numpy as np
 
 from tessera import ir
 from tessera.errors import PlanInfeasible
+from tessera.ir import units
 from tessera.plan.arrays import Floats, Ints, Labels
 from tessera.plan.problem import Problem
 from tessera.plan.spread import even_order
@@ -134,13 +135,13 @@ def _too_large(problem: Problem, labels: Labels, excess: Floats) -> PlanInfeasib
     trace, held = problem.unit.graphs[-1].trace, sorted(here, key=lambda item: -weights.num_bytes[item])
     named = [
         f"{'' if (launch := here[item]) is None else trace.kernel_of(launch).name + ' of '}"
-        f"{weights.names[item]} {weights.num_bytes[item] / 1e9:.3g} GB"
+        f"{weights.names[item]} {units.size(weights.num_bytes[item])}"
         for item in held[:NAMED]
     ]
     size, why = problem.memory_bytes[device], ", ".join(named) or "none, only state and temporaries"
     return PlanInfeasible(
-        f"{problem.cluster.devices[device].name} would hold {(size + excess[device]) / 1e9:.4g} GB and has "
-        f"{size / 1e9:.4g} GB; its largest weights: {why}"
+        f"{problem.cluster.devices[device].name} would hold {units.size(size + excess[device])} and has "
+        f"{units.size(size)}; its largest weights: {why}"
     )
 
 

@@ -5,7 +5,6 @@ from tessera.report.figures import (
     UsedDevice,
     compared,
     device_uses,
-    duration,
     main_lane,
     round_limits,
     short_name,
@@ -15,6 +14,6 @@ from tessera.report.perfetto import write_perfetto
 from tessera.report.picture import layer_picture
 
 __all__ = [
-    "PolicyLine", "Shown", "UsedDevice", "compared", "device_uses", "duration", "layer_picture", "main_lane",
+    "PolicyLine", "Shown", "UsedDevice", "compared", "device_uses", "layer_picture", "main_lane",
     "round_limits", "short_name", "write_advice", "write_perfetto", "write_report",
 ]  # fmt: skip

@@ -1,7 +1,6 @@
-"""Figures and number formats of tables and pages.
+"""Figures of tables and pages.
 
-Lanes are averaged by rate. Utilisation counts overlapping time once. Numbers have three significant digits
-and a unit; bytes are decimal.
+Lanes are averaged by rate. Utilisation counts overlapping time once.
 """
 
 import math
@@ -11,7 +10,6 @@ from dataclasses import dataclass
 from tessera.ir import Baseline, Plan, Span, Step, Timeline
 from tessera.plan.explain import explain, gain_over
 
-STEP = 1000.0
 ROUND = (1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
 
 
@@ -151,58 +149,12 @@ def rows(spans: Sequence[Span]) -> list[int]:
     return placed
 
 
-def duration(us: float) -> str:
-    return _scaled(us, ("us", "ms", "s"))
-
-
-def size(num_bytes: float) -> str:
-    if abs(num_bytes) < STEP:
-        return f"{num_bytes:.0f} B"
-    return _scaled(num_bytes / STEP, ("KB", "MB", "GB", "TB", "PB"))
-
-
-def rate(per_s: float) -> str:
-    return f"{digits(per_s)}/s"
-
-
-def ratio(value: float) -> str:
-    return f"{value:.2f}x"
-
-
-def percent(fraction: float) -> str:
-    """One decimal below ten percent."""
-    value = 100 * fraction
-    return f"{value:.1f} %" if 0 < abs(value) < 9.95 else f"{value:.0f} %"
-
-
-def digits(value: float) -> str:
-    """Three significant digits with thousands separators."""
-    if value == 0:
-        return "0"
-    places = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
-    if abs(value) < 0.1:
-        return f"{value:.2g}"
-    return f"{value:,.{places}f}"
-
-
 def round_limits(least: float, most: float) -> list[float]:
     scale = 10.0 ** math.floor(math.log10(least))
     tens = range(math.ceil(math.log10(most / scale)) + 1)
     numbers = [scale * step * 10**n for n in tens for step in ROUND]
     end = next(x for x in numbers if x >= most)
     return [x for x in numbers if least <= x <= end]
-
-
-def plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
-def _scaled(value: float, names: tuple[str, ...]) -> str:
-    for name in names[:-1]:
-        if abs(value) < STEP - 0.5:  # 1000 after rounding moves to the next unit
-            return f"{digits(value)} {name}"
-        value /= STEP
-    return f"{digits(value)} {names[-1]}"
 
 
 def short_name(name: str) -> str:

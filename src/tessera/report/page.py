@@ -16,13 +16,13 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from tessera.ir import Graph, Hazard, Plan, Span, Timeline
+from tessera.ir import Graph, Hazard, Plan, Span, Timeline, units
 from tessera.ir.files import write_whole
 from tessera.report import figures
 from tessera.report.picture import Picture, layer_of, layer_picture
 
 NUM_DEVICE_COLOURS = 6
-FILTERS = ("digits", "duration", "percent", "plural", "rate", "ratio", "size", "step_title")
+FILTERS = ("digits", "duration", "percent", "plural", "rate", "ratio", "size")
 MAX_LINKS, MAX_STEPS, MAX_LANES, MAX_TEXT = 24, 4, 12, 60
 # Longer parts of a dotted name are broken.
 MAX_UNBROKEN = 12
@@ -67,8 +67,9 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {name: getattr(figures, name) for name in FILTERS}
+    environment.filters |= {name: getattr(units, name) for name in FILTERS}
     environment.filters |= {"breakable": breakable, "cut": cut, "device_class": device_class}
+    environment.filters["step_title"] = figures.step_title
     return environment
 
 
@@ -147,7 +148,7 @@ def _overview(timeline: Timeline, found: Sequence[figures.Track]) -> dict[str, A
         {
             "name": track.name,
             "is_link": track.is_link,
-            "note": figures.percent(figures.utilisation(track, total)),
+            "note": units.percent(figures.utilisation(track, total)),
             "paths": _columns(track.spans, total),
         }
         for track in found

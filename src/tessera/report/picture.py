@@ -17,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tessera.ir import Costs, Graph, Plan, Trace
-from tessera.report.figures import duration, percent, plural, shares, short_name, size, step_title
+from tessera.ir.units import duration, percent, plural, size
+from tessera.report.figures import shares, short_name, step_title
 
 MAX_ROWS = 26
 # Above this many devices, idle ones are hidden.

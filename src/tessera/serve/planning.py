@@ -38,6 +38,7 @@ from tessera.errors import (
 )
 from tessera.execute.processes import FORKSERVER, warm_up
 from tessera.execute.worker_stepper import MakeHub, WorkerStepper
+from tessera.ir import units
 from tessera.ir.files import cache_folder, chunks_of, parse, write_whole
 from tessera.ir.host import memory_bytes
 from tessera.serve.groups import plans_of
@@ -246,7 +247,7 @@ class AwayBackend(CpuBackend):
         size, here = weight_bytes(place_of(model)), memory_bytes()
         if size > here:
             message = (
-                f"{model} has {size / 1e9:.1f} GB of weights; this machine has {here / 1e9:.1f} GB of memory"
+                f"{model} has {units.size(size)} of weights; this machine has {units.size(here)} of memory"
             )
             raise TesseraError(message, "Run the service on a machine that holds the weights.", "--devices")
         sizes = replace(spec, max_batch_tokens=spec.max_batch_tokens or AWAY_BATCH_TOKENS)

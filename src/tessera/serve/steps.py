@@ -22,7 +22,7 @@ from tessera.capture.models.packed import PackedWeight
 from tessera.capture.models.paged import GATHERED, layout_of, max_positions, num_dense
 from tessera.capture.models.vision import PICTURE_TOKENS
 from tessera.errors import CaptureError, TesseraError, UnknownName
-from tessera.ir import Group, Step
+from tessera.ir import Group, Step, units
 from tessera.kernels import PAGE, max_pages
 from tessera.serve.pages import modest_bytes, pages_for
 from tessera.serve.records import ServeSpec, Shape
@@ -247,7 +247,7 @@ def weight_bytes(place: str) -> int:
 
 def _check_bytes(model: str, size: int, most: int) -> None:
     if size > most:
-        message = f"{model} has {size / 1e9:.1f} GB of weights; these devices compute on this machine's CPU"
+        message = f"{model} has {units.size(size)} of weights; these devices compute on this machine's CPU"
         remedy = "Serve the tiny model of the same family, or name GPUs of this machine: --devices cuda:0."
         raise TesseraError(message, remedy, "--devices")
 

@@ -117,7 +117,9 @@ def test_model_too_large_for_all_devices_says_how_much_is_missing() -> None:
     """Weights and state against memory, in gigabytes, with a remedy."""
     unit = make_unit(Draft(2, weights={"w": ((0, 1), 30 * 10**9)}))
     cluster = make_cluster(memory=10**10)
-    with pytest.raises(PlanInfeasible, match=r"weights take 30 GB .* together have 20 GB, 10 GB too little"):
+    with pytest.raises(
+        PlanInfeasible, match=r"weights take 30.0 GB .* together have 20.0 GB, 10.0 GB too little"
+    ):
         solve(unit, make_costs(unit, cluster, [[[1.0, 1.0]] * 2]), cluster, THROUGHPUT)
 
 
@@ -164,14 +166,18 @@ def test_group_that_is_too_large_for_the_largest_device_is_named() -> None:
     """Launches that share state cannot be divided, however much memory there is in all."""
     unit = make_unit(Draft(2, states={"kv": ((0, 1), 10**9)}, kind="prefill"))
     cluster = make_cluster(memory=[8 * 10**8, 8 * 10**8])
-    with pytest.raises(PlanInfeasible, match=r"launch 0 of prefill \(k\) .* need 1 GB; .* 0.2 GB too little"):
+    with pytest.raises(
+        PlanInfeasible, match=r"launch 0 of prefill \(k\) .* need 1.00 GB; .* 200 MB too little"
+    ):
         solve(unit, make_costs(unit, cluster, [[[1.0, 1.0]] * 2]), cluster, THROUGHPUT)
 
 
 def test_temporaries_alone_can_refuse_a_plan() -> None:
     """Weights and state would fit; what a step holds meanwhile does not, and the message counts it."""
     unit, cluster = make_unit(chain(2, 10**9)), make_cluster(memory=8 * 10**8)
-    with pytest.raises(PlanInfeasible, match=r"temporaries of 1 request 1 GB; it has 0.8, 0.2 GB too little"):
+    with pytest.raises(
+        PlanInfeasible, match=r"temporaries of 1 request 1.00 GB; it has 800 MB, 200 MB too little"
+    ):
         solve(unit, make_costs(unit, cluster, [[[1.0, 1.0]] * 2]), cluster, THROUGHPUT)
 
 

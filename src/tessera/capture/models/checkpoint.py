@@ -22,6 +22,7 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from tessera.errors import CaptureError, TesseraError, extra_module
+from tessera.ir import units
 from tessera.ir.host import available_bytes
 
 MAX_JSON_BYTES = 64 * 2**20
@@ -251,7 +252,7 @@ def load(
     need = weight_bytes(folder) if is_packed else size
     if has_values() and need > (have := available_bytes()):
         raise CaptureError(
-            f"its weights take {_gb(need)}; {_gb(have)} of memory are free",
+            f"its weights take {units.size(need)}; {units.size(have)} of memory are free",
             "Plan it, or capture it with --device fake, which needs none.",
             str(folder),
         )
@@ -263,7 +264,7 @@ def load(
     if not tensors:
         raise _no_weights(folder)
     if size > MAX_GROWTH * (held := weight_bytes(folder)):
-        message = f"its files hold {_gb(held)} of weights, and this model has {_gb(size)}"
+        message = f"its files hold {units.size(held)} of weights, and this model has {units.size(size)}"
         raise CaptureError(message, AGAIN, str(folder))
     with blamed(folder, what):
         filled = give(tensors)
@@ -378,10 +379,6 @@ def _alone() -> Iterator[None]:
 def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:300]
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:,.3g} GB"
 
 
 def _some(names: list[str]) -> str:

@@ -14,10 +14,10 @@ from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
 from scipy.sparse import coo_array
 
 from tessera.errors import PlanInfeasible
+from tessera.ir import units
 from tessera.plan.arrays import Floats, Holdings, Ints, Labels
 from tessera.plan.problem import Column, Problem
 
-GB = 1e9
 # Relative gap below the error of costs; entries times nodes that end a search; entries of a program whose
 # first node takes a minute.
 GAP = 1e-3
@@ -172,9 +172,9 @@ def shortage(problem: Problem, found: Column, least_bytes: float) -> PlanInfeasi
     lacking = max(float(excess[worst]), least_bytes)
     how = "no placement fits" if least_bytes > 0 else "no placement was found that fits"
     message = (
-        f"{how}: at best {problem.cluster.names[worst]} needs weights {weights[worst] / GB:.3g} GB, "
-        f"state and temporaries of 1 request {per_microbatch[worst] / GB:.3g} GB; it has "
-        f"{problem.memory_bytes[worst] / GB:.3g}, {_lacks(lacking)}"
+        f"{how}: at best {problem.cluster.names[worst]} needs weights {units.size(weights[worst])}, "
+        f"state and temporaries of 1 request {units.size(per_microbatch[worst])}; it has "
+        f"{units.size(problem.memory_bytes[worst])}, {_lacks(lacking)}"
     )
     return PlanInfeasible(message, _remedy(lacking))
 
@@ -191,8 +191,8 @@ def _together(problem: Problem) -> PlanInfeasible | None:
     lacking = weights + state - memory
     if lacking <= 0:
         return None
-    need = f"weights take {weights / GB:.3g} GB and the state of one request {state / GB:.3g} GB"
-    message = f"the model does not fit: {need}; {_devices(problem)} {memory / GB:.3g} GB, {_lacks(lacking)}"
+    need = f"weights take {units.size(weights)} and the state of one request {units.size(state)}"
+    message = f"the model does not fit: {need}; {_devices(problem)} {units.size(memory)}, {_lacks(lacking)}"
     return PlanInfeasible(message, _remedy(lacking))
 
 
@@ -208,10 +208,11 @@ def _node(problem: Problem) -> PlanInfeasible | None:
     launch = int(np.flatnonzero(problem.node_of[step] == node)[0])
     trace = problem.unit.graphs[step].trace
     what = f"launch {launch} of {trace.step.kind} ({trace.kernel_of(launch).name})"
-    room = (
-        f"the largest device, {problem.cluster.names[largest]}, has {problem.memory_bytes[largest] / GB:.3g}"
+    room = units.size(problem.memory_bytes[largest])
+    message = (
+        f"{what} and what must be with it need {units.size(need[node])}; the largest device, "
+        f"{problem.cluster.names[largest]}, has {room}, {_lacks(lacking)}"
     )
-    message = f"{what} and what must be with it need {need[node] / GB:.3g} GB; {room}, {_lacks(lacking)}"
     return PlanInfeasible(message, "Add a larger device, or lower the batch or the context.")
 
 
@@ -221,8 +222,8 @@ def _devices(problem: Problem) -> str:
 
 
 def _lacks(num_bytes: float) -> str:
-    return f"{num_bytes / GB:.3g} GB too little"
+    return f"{units.size(num_bytes)} too little"
 
 
 def _remedy(lacking: float) -> str:
-    return f"Add a device with {lacking / GB:.3g} GB or more, or lower the batch or the context."
+    return f"Add a device with {units.size(lacking)} or more, or lower the batch or the context."

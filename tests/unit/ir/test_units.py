@@ -2,7 +2,7 @@
 
 import pytest
 
-from tessera.report.figures import duration, percent, rate, ratio, size
+from tessera.ir.units import duration, percent, rate, ratio, size
 
 
 @pytest.mark.parametrize(
