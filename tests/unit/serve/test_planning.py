@@ -138,12 +138,17 @@ def test_what_cannot_be_served_is_refused_in_one_line() -> None:
         served("tiny-llama", ServeSpec(capacity=5000))
 
 
-def test_too_little_memory_says_what_to_lower() -> None:
+@pytest.mark.parametrize(
+    ("layer_bytes", "remedy"),
+    [
+        (5_000_000, "--microbatches, --seqs, --max-model-len or"),
+        (200_000, "The weights alone take .* MB: add a"),
+    ],
+)
+def test_too_little_memory_says_what_to_lower(layer_bytes: int, remedy: str) -> None:
     """The key/value budget is checked before anything starts, in the words of the command."""
-    small = Device("emu:a100", DeviceKind.EMU, "a100", 5_000_000 * num_layers())
-    with pytest.raises(
-        (PlanInfeasible, DeviceMemoryError), match=r"--microbatches, --seqs, --max-model-len or"
-    ):
+    small = Device("emu:a100", DeviceKind.EMU, "a100", layer_bytes * num_layers())
+    with pytest.raises((PlanInfeasible, DeviceMemoryError), match=remedy):
         prepare("tiny-llama", Cluster((small,), ()), ServeSpec(microbatches=2, rows=4, capacity=4096))
 
 
