@@ -437,7 +437,7 @@ def _plan(
         )
         weights = sum(tensor.nbytes for tensor in model.workloads[-1].weights().values())
         if weights > sum(device.memory_bytes for device in cluster.devices):
-            remedy = f"The weights alone take {units.size(weights)}: add a device, or use a packed checkpoint."
+            remedy = f"The weights take {units.size(weights)} alone: add a device, or use packed weights."
         is_size = isinstance(error, DeviceMemoryError) or not error.remedy
         raise type(error)(error.message, remedy if is_size else error.remedy, error.place) from error
     return Prepared(model, policies, planner, backend.scale(policies[0].plans[0], model), capture_s)

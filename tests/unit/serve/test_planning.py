@@ -142,7 +142,7 @@ def test_what_cannot_be_served_is_refused_in_one_line() -> None:
     ("layer_bytes", "remedy"),
     [
         (5_000_000, "--microbatches, --seqs, --max-model-len or"),
-        (200_000, "The weights alone take .* MB: add a"),
+        (200_000, "The weights take .* MB alone: add a"),
     ],
 )
 def test_too_little_memory_says_what_to_lower(layer_bytes: int, remedy: str) -> None:
