@@ -27,7 +27,8 @@ from tessera.execute.stepper import SpanLog
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import ReferenceRun, make_plan, run_reference
 from tessera.ir import Cluster, Costs, Device, Link, Objective, Plan, Timeline, load, save
-from tessera.profile import estimate, make_cluster, parse_devices
+from tessera.profile import make_cluster, parse_devices
+from tessera.profile.measured import combine
 from tessera.profile.store import fit_link
 
 # Requests that are compared bit by bit.
@@ -81,9 +82,7 @@ def priced(
         costs, _ = measure(built.unit, cluster, built.weights, built.request(0))
         return cluster, costs, TimeScale(1.0, 1.0)
     emulated = parse_devices(",".join(f"emu:{d.gpu}" for d in devices))
-    costs = tuple(
-        replace(estimate(g.trace, emulated, tables=False), devices=devices) for g in built.unit.graphs
-    )
+    costs = tuple(replace(combine(g.trace, emulated, {})[0], devices=devices) for g in built.unit.graphs)
     targets = [[c.us for c in row] for cost in costs for row in cost.costs]
     scale = choose_scale(targets, [us for step in own for us in step], len(devices))
     return make_cluster(devices, link), costs, scale

@@ -7,6 +7,7 @@ from tessera.ir import (
     Arg,
     Buffer,
     BufferKind,
+    Costs,
     Device,
     Kernel,
     Launch,
@@ -17,7 +18,8 @@ from tessera.ir import (
     region,
 )
 from tessera.ir.trace import item_bytes
-from tessera.profile import parse_devices
+from tessera.profile import Tables, parse_devices
+from tessera.profile.estimate import modelled
 
 Shape = tuple[int, ...]
 
@@ -103,6 +105,12 @@ def unary_trace(name: str, elements: int, dtype: str = "float32") -> Trace:
     make = TraceMaker()
     make.launch(name, (make.tensor((elements,), dtype),), make.tensor((elements,), dtype))
     return make.done()
+
+
+def estimate(trace: Trace, devices: tuple[Device, ...], tables: Tables | bool = True) -> Costs:
+    """Modelled prices."""
+    columns = modelled(trace, (d.gpu for d in devices), tables)
+    return Costs(trace.digest, devices, tuple(zip(*(columns[d.gpu] for d in devices), strict=True)))
 
 
 def emulated(*gpus: str) -> tuple[Device, ...]:

@@ -194,6 +194,19 @@ class ServedSteps:
             self._prices[key] = fluid.StepPrice(us, int(live.max() + by_row))
         return self._prices[key]
 
+    def fluid_model(
+        self,
+        load: ir.Load,
+        search: SearchConfig,
+        memory_share: float,
+        config: fluid.FluidConfig | None = None,
+    ) -> fluid.FluidModel:
+        config = config or (fluid.QUICK_FLUID if search is QUICK else fluid.FLUID)
+        config = replace(config, memory_share=memory_share)
+        runs_on_cpu = not len(compiled_launches(self.family.recordings[0].trace))
+        given = (load, self.cluster, self.price, self.model_bytes, config)
+        return fluid.FluidModel(*given, runs_on_cpu=runs_on_cpu)
+
     def unit(self, group: fluid.GroupDraft) -> tuple[ir.WorkUnit, tuple[ir.Costs, ...]]:
         sizes = [self.step(size, group.sequences, group.pool_tokens, group.length) for size in group.sizes]
         graphs = tuple(self.family.at(step) for step in sizes)
@@ -312,12 +325,7 @@ def make_service_plan(
 ) -> ir.ServicePlan:
     flow.check_modelled(steps.cluster)
     check_positions(steps.model, load.prompt_tokens + load.output_tokens)
-    config = replace(
-        config or (fluid.QUICK_FLUID if search is QUICK else fluid.FLUID), memory_share=memory_share
-    )
-    runs_on_cpu = not len(compiled_launches(steps.family.recordings[0].trace))
-    given = (load, steps.cluster, steps.price, steps.model_bytes, config)
-    whole = fluid.FluidModel(*given, runs_on_cpu=runs_on_cpu)
+    whole = steps.fluid_model(load, search, memory_share, config)
     fluids = [whole] if objective is ir.Objective.THROUGHPUT else _worthwhile(whole, objective, policies)
 
     def make(draft: fluid.ServiceDraft) -> ir.ServicePlan:

@@ -13,15 +13,14 @@ from tessera.advise.records import ModelLoad
 from tessera.capture import place_of
 from tessera.capture.models import steps_of_model
 from tessera.errors import CaptureError
-from tessera.flow import ANCHORS, LoadSteps, at_anchors, batch_search, choose_launches, plan_steps
+from tessera.flow import ANCHORS, LoadSteps, at_anchors, batch_search, choose_launches, plan_steps, price
 from tessera.ir import Cluster, Plan, ServicePlan, Step, Trace
-from tessera.plan import QUICK, Comparison, Option, PlanConfig, Target
+from tessera.plan import Comparison, Option, PlanConfig, Target
 from tessera.plan.batches import BATCHES, BatchSearch
-from tessera.plan.fluid import DATA_PARALLEL, FLUID, POLICIES, QUICK_FLUID, SINGLE, FluidModel
+from tessera.plan.fluid import DATA_PARALLEL, POLICIES, SINGLE, FluidModel
 from tessera.plan.rent import Limit
 from tessera.plan.service import compared, draft_option
 from tessera.planning import ServedSteps, is_served, make_service_plan
-from tessera.profile import estimate
 from tessera.serve.rehearse import rehearse
 
 Advance = Callable[[str], None]
@@ -97,10 +96,8 @@ class ServiceRater:
         return [o.policy for o in drafts if o.tokens_per_s >= least or o.policy in COPIES] or POLICIES
 
     def _fluid(self, cluster: Cluster) -> FluidModel:
-        config = QUICK_FLUID if self.wanted.search is QUICK else FLUID
-        config = replace(config, memory_share=self.wanted.memory_share)
-        steps = self.steps.on(cluster)
-        return FluidModel(self.wanted.load, cluster, steps.price, steps.model_bytes, config)
+        wanted = self.wanted
+        return self.steps.on(cluster).fluid_model(wanted.load, wanted.search, wanted.memory_share)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,10 +134,9 @@ class StepRater:
         rows = []
         for batch in BATCHES:
             unit = self.recorded.at(batch)
-            costs = [estimate(graph.trace, cards.devices) for graph in unit.graphs]
             us = [
                 np.array([[cost.us for cost in row] for row in priced.costs]) * (count / batch)
-                for priced, count in zip(costs, unit.counts, strict=True)
+                for priced, count in zip(price(unit, cards), unit.counts, strict=True)
             ]
             rows.append(np.concatenate(us))
         return np.asarray(np.min(rows, axis=0), dtype=np.float64)

@@ -19,9 +19,9 @@ from tessera.cli.plan_text import PlanFigures, plan_figures
 from tessera.cli.run import overlap, run_plans, shares
 from tessera.errors import TesseraError, WorkerError
 from tessera.ir import Cluster, GroupSize, Load, Objective, Plan, ServicePlan, Step, Timeline, save
-from tessera.plan import QUICK, explain
+from tessera.plan import QUICK
 from tessera.profile import make_cluster, parse_devices
-from tessera.report import Shown, layer_picture, main_lane, write_perfetto, write_report
+from tessera.report import layer_picture, main_lane, write_perfetto, write_report
 from tessera.simulate import simulate
 
 if TYPE_CHECKING:
@@ -233,8 +233,7 @@ def _write(full: ServicePlan | Plan, divided: SmallRuns, output: Path) -> dict[s
     run = simulate(divided.plan, SIMULATED_REQUESTS)
     write_perfetto(run, files["perfetto"])
     write_perfetto(divided.measured, files["perfetto_measured"])
-    shown = Shown(divided.plan, run, explain(divided.plan).verdict)
-    write_report(output, [(MODEL, shown)], files["page"])
+    write_report(output, [(MODEL, divided.plan, run)], files["page"])
     return {name: str(path) for name, path in files.items()}
 
 

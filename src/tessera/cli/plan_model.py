@@ -254,7 +254,7 @@ def _own_figures(plan: ir.ServicePlan | ir.Plan) -> dict[str, Any]:
             "ratio_to_bound": plan.simulated_per_s / plan.bound_per_s,
             "service": None,
             "costs": sure(plan),
-            "memory": memory_figures(explain(plan, is_brief=True).memory),
+            "memory": memory_figures(explain(plan).memory),
         }
     from tessera.planning import experts_by_device, fetched_by_device, service_memory
 

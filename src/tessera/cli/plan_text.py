@@ -124,7 +124,7 @@ def plan_figures(
         explain=reasons,
         output=output,
         notes=(f"Costs: {costs.sentence}",),
-        headline=explain(made, is_brief=True).verdict,
+        headline=explain(made).verdict,
     )
 
 
@@ -141,8 +141,7 @@ def _lanes(made: Plan) -> tuple[LaneFigures, ...]:
 
 
 def reasons_of(made: Plan) -> PlanReasons:
-    found = explain(made)
-    return PlanReasons.of(found, notes=(*(reason.sentence for reason in found.reasons), *found.remarks))
+    return PlanReasons.of(explain(made), latency_bound_us=latency_bound_us(made))
 
 
 class PlanTables(Record, frozen=True):

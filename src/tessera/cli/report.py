@@ -9,8 +9,7 @@ from tessera.cli.output import HIDDEN, Record, option, progress
 from tessera.errors import ArtifactError, TesseraError
 from tessera.ir import Plan, Timeline, load
 from tessera.ir.files import kind_of
-from tessera.plan import explain
-from tessera.report import Shown, write_report
+from tessera.report import write_report
 from tessera.simulate import simulate
 
 SIMULATED_REQUESTS = 64
@@ -47,15 +46,14 @@ def report(
         shown = []
         for path in plans:
             advance(f"simulating {path.name}")
-            shown.append((path.stem, _shown(path)))
+            shown.append((path.stem, *_shown(path)))
     write_report(folder, shown, page)
     names = tuple(path.name for path in plans)
     return WrittenPage(page=str(page), plans=names, bytes=page.stat().st_size)
 
 
-def _shown(path: Path) -> Shown:
+def _shown(path: Path) -> tuple[Plan, Timeline]:
     plan = load(Plan, path)
     beside = path.with_suffix(".timeline")
     is_there = kind_of(beside) == "timeline"
-    timeline = load(Timeline, beside) if is_there else simulate(plan, SIMULATED_REQUESTS)
-    return Shown(plan, timeline, explain(plan).verdict)
+    return plan, load(Timeline, beside) if is_there else simulate(plan, SIMULATED_REQUESTS)

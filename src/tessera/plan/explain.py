@@ -111,22 +111,20 @@ class Explanation:
     num_transfers: float
     transfer_bytes: float
     error: float
-    # 0: not computed.
-    latency_bound_us: float
     verdict: str
-    memory: tuple[DeviceMemory, ...] = ()
-    reasons: tuple[Reason, ...] = ()
-    remarks: tuple[str, ...] = ()
+    memory: tuple[DeviceMemory, ...]
+    reasons: tuple[Reason, ...]
+    # Sentences of the reasons, then remarks.
+    notes: tuple[str, ...]
 
 
-def explain(plan: ir.Plan, is_brief: bool = False) -> Explanation:
-    """`is_brief` skips the slow latency bound."""
+def explain(plan: ir.Plan) -> Explanation:
     problem = build(plan.unit, plan.costs, plan.cluster)
     mix = mix_of(problem, plan)
     devices, links = _usages(problem, mix, plan)
     busiest = max((*devices, *links), key=lambda u: u.utilisation)
     gains = tuple(gain_over(plan, b) for b in plan.baselines)
-    error = Sampler(problem).rel_error(mix)
+    error, found = Sampler(problem).rel_error(mix), reasons(problem, mix, _nodes(problem))
     return Explanation(
         devices=devices,
         links=links,
@@ -136,11 +134,10 @@ def explain(plan: ir.Plan, is_brief: bool = False) -> Explanation:
         num_transfers=mix.num_messages,
         transfer_bytes=sum(s * _bytes(problem, c) for s, c in zip(mix.shares, mix.columns, strict=True)),
         error=error,
-        latency_bound_us=0.0 if is_brief else bound_us(problem, FULL),
         verdict=_verdict(plan, gains, busiest, error),
         memory=_memory(problem, mix),
-        reasons=reasons(problem, mix, _nodes(problem)),
-        remarks=tuple(_remarks(plan)),
+        reasons=found,
+        notes=(*(reason.sentence for reason in found), *_remarks(plan)),
     )
 
 

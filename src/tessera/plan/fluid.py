@@ -157,6 +157,8 @@ class FluidModel:
     # Empty: all.
     devices: tuple[int, ...] = ()
     runs_on_cpu: bool = True
+    # True: drafts and plans that miss a limit are left out.
+    is_strict: bool = True
 
     @property
     def answers(self) -> int:
@@ -226,10 +228,11 @@ class FluidModel:
         depth: tuple[int, int] | None = None,
     ) -> list[ServiceDraft]:
         """Within the limits times `slack` and with smaller pools, best first."""
-        found = [d for d in self._drafts(policy) if depth in (None, d.depth)]
-        tpot, ttft = self.load.tpot_ms or math.inf, self.load.ttft_ms or math.inf
-        kept = [d for d in found if d.tpot_ms <= slack * tpot and d.ttft_ms <= slack * ttft]
-        kept = [d for d in kept if d.pool_tokens < pool_tokens]
+        kept = [d for d in self._drafts(policy) if depth in (None, d.depth)]
+        if self.is_strict:
+            tpot, ttft = self.load.tpot_ms or math.inf, self.load.ttft_ms or math.inf
+            kept = [d for d in kept if d.tpot_ms <= slack * tpot and d.ttft_ms <= slack * ttft]
+            kept = [d for d in kept if d.pool_tokens < pool_tokens]
         return sorted(kept, key=lambda d: -d.tokens_per_s)[: self.config.num_drafts]
 
     def fastest(self, policy: str) -> ServiceDraft | None:
@@ -527,27 +530,12 @@ class FluidModel:
 
 @dataclass(frozen=True, eq=False)
 class CapturedModel(FluidModel):
-    """Over captured steps: only roles and devices are chosen, whatever the limits are."""
+    """Over captured steps: only roles and devices are chosen; memory is counted when a draft is made."""
 
     # Microbatches on all devices.
     microbatches: int = 1
     sequences: int = 1
     sizes: tuple[int, ...] = ()
-
-    @property
-    def kinds(self) -> tuple[tuple[int, ...], ...]:
-        """Memory is counted when a draft is made."""
-        return self.alike
-
-    def drafts(
-        self,
-        policy: str,
-        slack: float = 1.0,
-        pool_tokens: float = math.inf,
-        depth: tuple[int, int] | None = None,
-    ) -> list[ServiceDraft]:
-        found = (d for d in self._drafts(policy) if depth in (None, d.depth))
-        return sorted(found, key=lambda d: -d.tokens_per_s)
 
     def _group(self, role: Role, devices: tuple[int, ...], microbatches: int) -> GroupDraft:
         return GroupDraft(role, devices, self.sequences, self.sizes, microbatches, 0, self.length)

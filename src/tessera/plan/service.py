@@ -52,10 +52,9 @@ def plan_service(
     advance: Callable[[str], None] = lambda text: None,
     objective: Objective = Objective.THROUGHPUT,
     policies: Sequence[str] = POLICIES,
-    is_strict: bool = True,
 ) -> ServicePlan:
-    """`fluids`: drafts on all devices, and on parts of them. `is_strict`: refuse plans that miss a limit."""
-    cluster = fluids[0].cluster
+    """`fluids`: drafts on all devices, and on parts of them."""
+    cluster, is_strict = fluids[0].cluster, fluids[0].is_strict
 
     def figure(rehearsed: Rehearsed) -> float:
         return option_of(rehearsed.rival, cluster).figure(objective)

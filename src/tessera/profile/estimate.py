@@ -8,8 +8,7 @@ without a kernel (allocations, views) cost nothing.
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
-from tessera.errors import TesseraError
-from tessera.ir import Arg, Cost, Costs, Device, DeviceKind, Launch, Source, Symbol, Trace, View, verify
+from tessera.ir import Arg, Cost, Device, Launch, Source, Symbol, Trace, View
 from tessera.ir.trace import item_bytes
 from tessera.profile.corrections import Corrections, calibration_of, packaged
 from tessera.profile.counts import OpClass, Work, is_zero_size, work_of
@@ -24,20 +23,10 @@ ALIGN = 16
 FAMILY_WORDS = {"any": "", "f16": " in 16 bits", "f32": " in fp32", "f64": " in fp64", "f8": " in 8 bits"}
 
 
-def estimate(trace: Trace, devices: tuple[Device, ...], tables: Tables | bool = True) -> Costs:
-    """`tables`: True for installed tables, or those of another folder."""
-    for device in devices:
-        _check(device)
-    columns = modelled(trace, (d.gpu for d in devices), tables)
-    rows = zip(*(columns[device.gpu] for device in devices), strict=True)
-    costs = Costs(trace.digest, devices, tuple(rows))
-    verify(costs)
-    return costs
-
-
 def modelled(
     trace: Trace, gpu_names: Iterable[str], tables: Tables | bool = True
 ) -> dict[str, tuple[Cost, ...]]:
+    """`tables`: True for installed tables, or those of another folder."""
     counted = works(trace)
     distinct = list(dict.fromkeys(counted))
     columns = {}
@@ -147,11 +136,3 @@ def _about_tables(
         for name in names
         for file, reason in tables.passed_over(name, distinct)
     ]
-
-
-def _check(device: Device) -> None:
-    if device.kind is not DeviceKind.EMU:
-        remedy = "Only emu:GPU can be priced at present."
-        raise TesseraError(f"{device.name} cannot be priced without measuring it", remedy, "--devices")
-    if device.gpu not in CPUS:
-        gpu(device.gpu)

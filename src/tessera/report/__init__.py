@@ -9,11 +9,11 @@ from tessera.report.figures import (
     round_limits,
     short_name,
 )
-from tessera.report.page import Shown, write_advice, write_report
+from tessera.report.page import write_advice, write_report
 from tessera.report.perfetto import write_perfetto
 from tessera.report.picture import layer_picture
 
 __all__ = [
-    "PolicyLine", "Shown", "UsedDevice", "compared", "device_uses", "layer_picture", "main_lane",
+    "PolicyLine", "UsedDevice", "compared", "device_uses", "layer_picture", "main_lane",
     "round_limits", "short_name", "write_advice", "write_perfetto", "write_report",
 ]  # fmt: skip

@@ -81,7 +81,7 @@ class UsedDevice:
 
 def device_uses(plan: Plan, timeline: Timeline | None = None) -> tuple[UsedDevice, ...]:
     """Utilisation is of the timeline, else of the plan's rates."""
-    found, names = explain(plan, is_brief=True), plan.cluster.names
+    found, names = explain(plan), plan.cluster.names
     busy = {usage.name: usage.utilisation for usage in found.devices}
     placed = [sum(k.num_runs * k.share[d] for k in found.kernels) for d in range(len(names))]
     if timeline is not None:

@@ -8,7 +8,6 @@ share; the dependency graph has the first MAX_LAUNCHES of a layer.
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from markupsafe import Markup
 
 from tessera.ir import Graph, Hazard, Plan, Span, Timeline, units
 from tessera.ir.files import write_whole
+from tessera.plan import explain
 from tessera.report import figures
 from tessera.report.picture import Picture, layer_of, layer_picture
 
@@ -34,16 +34,9 @@ MAX_LAUNCHES = 64
 LINE_PX, WIDTH_PX = 22, 88
 
 
-@dataclass(frozen=True, slots=True)
-class Shown:
-    plan: Plan
-    timeline: Timeline
-    verdict: str
-
-
-def write_report(folder: Path, plans: Sequence[tuple[str, Shown]], path: Path) -> None:
-    ordered = sorted(plans, key=lambda named: -(figures.best_baseline(named[1].plan) or ("", 0.0))[1])
-    parts = [(name, plan_part(shown)) for name, shown in ordered]
+def write_report(folder: Path, plans: Sequence[tuple[str, Plan, Timeline]], path: Path) -> None:
+    ordered = sorted(plans, key=lambda named: -(figures.best_baseline(named[1]) or ("", 0.0))[1])
+    parts = [(name, plan_part(plan, timeline)) for name, plan, timeline in ordered]
     render(path, "folder.html", title=folder.resolve().name, plans=parts)
 
 
@@ -88,14 +81,13 @@ def breakable(name: str) -> Markup:
     return Markup(".<wbr>").join(wrapped)
 
 
-def plan_part(shown: Shown) -> dict[str, Any]:
-    plan, timeline = shown.plan, shown.timeline
+def plan_part(plan: Plan, timeline: Timeline) -> dict[str, Any]:
     found, run_us = figures.tracks(timeline, plan.cluster.names), figures.end_us(timeline)
     busy = [(figures.utilisation(track, run_us), track) for track in found if track.is_link]
     return {
         "plan": plan,
         "model": plan.unit.graphs[0].trace.step.model,
-        "verdict": shown.verdict,
+        "verdict": explain(plan).verdict,
         "headline": figures.headline(plan),
         "best": figures.best_baseline(plan),
         "comparison": figures.compared(plan),

@@ -304,7 +304,7 @@ def plan_document(service: ServicePlan) -> dict[str, Any]:
     from tessera.plan import explain
 
     main = max(service.groups, key=lambda group: len(group.plan.used)).plan
-    explained, names = explain(main, is_brief=True), service.cluster.names
+    explained, names = explain(main), service.cluster.names
     busy = service.expected.busy if service.expected is not None else ()
     return {
         "policy": service.policy,
@@ -319,7 +319,7 @@ def plan_document(service: ServicePlan) -> dict[str, Any]:
         "rivals": {rival.policy: rival.expected.tokens_per_s for rival in service.rivals},
         "utilisation": dict(zip(names, busy, strict=False)),
         "layer": _layer(main),
-        "why": [explained.verdict, *(reason.sentence for reason in explained.reasons), *explained.remarks],
+        "why": [explained.verdict, *explained.notes],
     }
 
 

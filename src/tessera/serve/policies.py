@@ -34,7 +34,7 @@ SPLITS = (fluid.PREFILL_DECODE, fluid.FRACTIONAL)
 POLICIES = (*DRAFTED, LATENCY)
 # A change of plans has a price, and rehearsals of one plan differ by up to a percent.
 LEAST_GAIN = 1.02
-MAX_REHEARSED = 8
+MAX_REHEARSED, MAX_DRAFTS = 8, 1024
 MAX_RUNS = 128
 
 Policies = tuple[ir.ServicePlan, ...]
@@ -110,7 +110,7 @@ class ServicePlanner:
         if not any(self._drafts.drafts(name) for name in names):
             raise PlanInfeasible(f"no policy of {', '.join(names)} applies to {self.model} on these devices")
         try:
-            return plan_service([self._drafts], make, self._rehearse, policies=names, is_strict=False)
+            return plan_service([self._drafts], make, self._rehearse, policies=names)
         except PlanInfeasible as error:
             raise (errors or [error])[-1] from error
 
@@ -123,10 +123,10 @@ class ServicePlanner:
             us = [self.costs[step].total_us(device) for device in range(len(self.cluster.devices))]
             return fluid.StepPrice(np.array([us]), 0)
 
-        config = fluid.FluidConfig(num_rehearsed=MAX_REHEARSED)
+        config = fluid.FluidConfig(num_rehearsed=MAX_REHEARSED, num_drafts=MAX_DRAFTS)
         return fluid.CapturedModel(
-            self.load, self.cluster, price, fluid.ModelBytes(0, 0.0), config,
-            not self.sees, (), True, shape.microbatches, shape.rows, shape.sizes,
+            self.load, self.cluster, price, fluid.ModelBytes(0, 0.0), config, not self.sees, is_strict=False,
+            microbatches=shape.microbatches, sequences=shape.rows, sizes=shape.sizes,
         )  # fmt: skip
 
     def _group(self, policy: str, draft: fluid.GroupDraft) -> ir.Group:

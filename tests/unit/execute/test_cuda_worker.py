@@ -46,7 +46,8 @@ from tessera.ir import (
     WorkUnit,
 )
 from tessera.plan import QUICK
-from tessera.profile import estimate, parse_devices
+from tessera.profile import parse_devices
+from tessera.profile.measured import combine
 
 MICROBATCHES = 3
 STEPS = (Step("tiny-llama", "prefill", 2, 16, reserve=3), Step("tiny-llama", "decode", 2, 19))
@@ -85,7 +86,7 @@ def plan_of(of: WorkUnit, policy: str, is_dilated: bool = True) -> Plan:
         Device(f"cuda:0/as={d.gpu}", DeviceKind.CUDA, d.gpu, 1 << 34, is_dilated=is_dilated) for d in emulated
     )
     links = tuple(Link(a.name, b.name, "pcie4", 10.0, 25.0) for a in devices for b in devices if a is not b)
-    costs = tuple(replace(estimate(g.trace, emulated), devices=devices) for g in of.graphs)
+    costs = tuple(replace(combine(g.trace, emulated, {})[0], devices=devices) for g in of.graphs)
     return make_plan(
         of, costs, Cluster(devices, links), Objective.THROUGHPUT, MICROBATCHES, policy, search=QUICK
     )

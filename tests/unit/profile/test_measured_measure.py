@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 
 from measured_factory import CPU, H200, FakeTimer, opener
-from profile_factories import TraceMaker, emulated, gemm_trace
+from profile_factories import TraceMaker, emulated, estimate, gemm_trace
 from tessera.errors import DeviceGone
 from tessera.ir import Source, Trace
-from tessera.profile import estimate
 from tessera.profile.measured import Measured, combine, measure
 
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from profile_factories import emulated, unary_trace
+from profile_factories import emulated, estimate, unary_trace
 from tessera.errors import ArtifactError
 from tessera.ir import Cost, Source
 from tessera.ir.files import cache_folder
-from tessera.profile import OpClass, Work, estimate, sureness_of, works
+from tessera.profile import OpClass, Work, sureness_of, works
 from tessera.profile.corrections import (
     Corrections,
     MeasuredWork,

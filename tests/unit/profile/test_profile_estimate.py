@@ -11,10 +11,10 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
-from profile_factories import TraceMaker, attention_trace, emulated, gemm_trace, unary_trace
+from profile_factories import TraceMaker, attention_trace, emulated, estimate, gemm_trace, unary_trace
 from tessera.errors import TesseraError
 from tessera.ir import Arg, Costs, Device, DeviceKind, Source, Trace, View, verify
-from tessera.profile import Gpu, OpClass, coverage, estimate, known_gpus, notes
+from tessera.profile import Gpu, OpClass, coverage, known_gpus, notes
 from tessera.profile.counts import Work
 from tessera.profile.fitted import fits, left_out, price_many
 from tessera.profile.measured import combine
@@ -248,8 +248,8 @@ def test_only_emulated_devices_are_priced() -> None:
     """A CPU has no price without measuring it."""
     cpu = Device("cpu", DeviceKind.CPU, "", 1 << 30)
 
-    with pytest.raises(TesseraError, match="cpu cannot be priced"):
-        modelled(gemm_trace(1, 1, 1), (cpu,))
+    with pytest.raises(TesseraError, match="cpu was not measured, and no model knows it"):
+        combine(gemm_trace(1, 1, 1), (cpu,), {})
 
 
 def test_costs_belong_to_their_trace() -> None:

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 from scripts.launch_rows import read
 
-from profile_factories import Shape, TraceMaker, attention_trace, contiguous, emulated, unary_trace
+from profile_factories import Shape, TraceMaker, attention_trace, contiguous, emulated, estimate, unary_trace
 from tessera.ir import Arg, Origin, Source, Trace, View
-from tessera.profile import Work, estimate, works
+from tessera.profile import Work, works
 from tessera.profile.corrections import Corrections, packaged
 from tessera.profile.estimate import price_works
 from tessera.profile.gpus import clock_ghz, gpu, known_gpus

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from profile_factories import TraceMaker, attention_trace, emulated, gemm_trace, unary_trace
+from profile_factories import TraceMaker, attention_trace, emulated, estimate, gemm_trace, unary_trace
 from tables_factory import GEMM_SIZES, Factor, made_tables, write_table
 from tessera.ir import Cost, Source, Trace
-from tessera.profile import OpClass, Tables, coverage, estimate, notes, rejected_tables, works
+from tessera.profile import OpClass, Tables, coverage, notes, rejected_tables, works
 from tessera.profile.fitted import Array, price_many
 from tessera.profile.table_files import TableCache, TableFile, Unusable, installed_root, read_rows
 from tessera.profile.tables import installed_tables

@@ -9,7 +9,8 @@ import pytest
 from browser import browser
 from report_factory import make_cluster, make_plan, make_timeline
 from tessera.ir import Clock, Plan, Span, Timeline
-from tessera.report import Shown, write_report
+from tessera.plan import explain
+from tessera.report import write_report
 
 VOID = {"meta", "wbr", "br", "hr", "link", "img"}
 MANY = 50_000
@@ -40,7 +41,7 @@ class Balance(HTMLParser):
 def page_of(plan: Plan, timeline: Timeline, folder: Path) -> str:
     """The page written for a plan and a run."""
     path = folder / "page.html"
-    write_report(folder, [("one", Shown(plan, timeline, "A verdict."))], path)
+    write_report(folder, [("one", plan, timeline)], path)
     return path.read_text(encoding="utf-8")
 
 
@@ -73,7 +74,7 @@ def test_page_shows_plan_and_run(tmp_path: Path) -> None:
         "Lane 1",
         "mlp.gate_proj",
         "1.14x",
-        "A verdict.",
+        explain(make_plan()).verdict,
     )
     assert [] == [word for word in wanted if word not in text]
 
@@ -146,7 +147,7 @@ def test_a_page_of_plans_opens_with_the_best(tmp_path: Path) -> None:
     """Each has one rate, what it gains, and a link to the rest; raw detail is folded away."""
     plans = [(name, make_plan(throughput_per_s=per_s)) for name, per_s in (("low", 47.0), ("high", 53.1))]
     path = tmp_path / "page.html"
-    shown = [(name, Shown(plan, make_timeline(plan), "A verdict.")) for name, plan in plans]
+    shown = [(name, plan, make_timeline(plan)) for name, plan in plans]
     write_report(tmp_path, shown, path)
     with browser() as opened:
         page = opened.new_page(viewport={"width": 390, "height": 844})
