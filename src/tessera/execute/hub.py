@@ -260,13 +260,12 @@ class Hub:
         deadline = time.monotonic() + STOP_TIMEOUT_S
         for member in self._members:
             member.due_s = None
-            self._end(member, max(0.0, deadline - time.monotonic()))
+            # One that has not connected cannot be told to leave.
+            self._end(member, max(0.0, deadline - time.monotonic()) if member.connection is not None else 0.0)
+        self._end_started()  # else their threads wait for them
         for thread in self._threads:
             thread.join(STOP_TIMEOUT_S)
-        while not self._posts.empty():
-            _, message = self._posts.get()
-            if isinstance(message, LocalProcess):
-                message.end(0.0)
+        self._end_started()
         if self._mailbox is not None:
             self._mailbox.close(LEAVE_S)
         if self._folder:
@@ -496,6 +495,13 @@ class Hub:
         device, epoch = source
         if self._members[device].epoch == epoch:
             self.order(device, message)
+
+    def _end_started(self) -> None:
+        """Workers that `take` has not seen."""
+        while not self._posts.empty():
+            _, message = self._posts.get()
+            if isinstance(message, LocalProcess):
+                message.end(0.0)
 
     def _end(self, member: _Member, timeout_s: float) -> str:
         process, connection = member.process, member.connection

@@ -230,8 +230,8 @@ def test_a_worker_with_other_weights_is_found_before_the_first_request(plan: Pla
         stepper,
     ):
         pass
-    for worker in workers:
-        worker.join(10)
+    workers[1].join(10)
+    workers[0].kill()  # the engine may be gone before it is heard, and the gate stays open
 
     assert 2 == workers[1].exitcode
 

@@ -131,7 +131,8 @@ def test_a_false_engine_is_found_out() -> None:
 
 def test_something_else_at_the_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that greets in its own way is no engine."""
-    monkeypatch.setattr(mailbox, "HANDSHAKE_MS", 300)
+    for module in (mailbox, engine_connection):
+        monkeypatch.setattr(module, "HANDSHAKE_MS", 300)
 
     def greet(calling: socket.socket) -> None:
         calling.sendall(b"220 mail.example")

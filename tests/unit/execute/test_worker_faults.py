@@ -509,6 +509,17 @@ def test_a_killed_engine_leaves_nothing_behind(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
+def test_a_stop_does_not_wait_for_a_worker_that_starts() -> None:
+    """Nobody has heard of it yet, so nobody can tell it to leave."""
+    with workers(one_way()) as stepper:
+        kill(stepper, 1)
+        lost = stepper.take(60.0)
+        time.sleep(0.2)
+        begun = time.monotonic()
+    assert isinstance(lost, DeviceLost)
+    assert time.monotonic() - begun < hubs.STOP_TIMEOUT_S / 2
+
+
 def test_a_worker_that_sends_too_much_is_not_heard(tmp_path: Path) -> None:
     """A message is no longer than what the steps can hand over."""
     engine, worker, heard = Mailbox(), Mailbox(), []
