@@ -17,6 +17,7 @@ import numpy as np
 from tessera import ir
 from tessera.errors import PlanInfeasible
 from tessera.ir import units
+from tessera.ir.graph import joined
 from tessera.plan.arrays import Floats, Ints, Labels
 from tessera.plan.problem import Problem
 from tessera.plan.spread import even_order
@@ -211,15 +212,10 @@ def _with_joins(problem: Problem, labels: Labels, card: int) -> Labels:
 
 def _groups(num: int, items: Ints, nodes: Ints) -> Ints:
     """Node -> smallest node that it shares weights with."""
-    from scipy.sparse import coo_array
-    from scipy.sparse.csgraph import connected_components
-
-    size = num + int(items.max(initial=-1)) + 1
-    graph = coo_array((np.ones(len(nodes)), (nodes, num + items)), shape=(size, size))
-    _, label = connected_components(graph, directed=False)
-    smallest = np.full(size, num)
-    np.minimum.at(smallest, label[:num], np.arange(num))
-    return np.asarray(smallest[label[:num]], dtype=np.int64)
+    label = np.array(joined(num, [nodes[items == item].tolist() for item in np.unique(items)]))
+    smallest = np.full(num, num)
+    np.minimum.at(smallest, label, np.arange(num))
+    return np.asarray(smallest[label], dtype=np.int64)
 
 
 def _crossing_us(problem: Problem, group_of: Ints, card: int, host: int) -> Floats:

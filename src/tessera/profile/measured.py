@@ -142,7 +142,7 @@ class _Session:
     def _is_wanted(self, group: Distinct) -> bool:
         launch = self._trace.launches[group.launches[0]]
         starts_none = class_of(self._trace.kernels[launch.kernel]) is OpClass.ALLOCATION
-        known = self._store.launch(group.key) or self._store.failure(group.key)
+        known = self._store.row("launch", group.key).timing or self._store.row("failed", group.key).why
         if self._only is not None and self._only.isdisjoint(group.launches):
             return False
         return known is None and not starts_none and not is_zero_size(launch)
@@ -154,12 +154,12 @@ class _Session:
         try:
             found = self._steady(index, group)
         except CannotTime as error:
-            self._store.add_failure(group.key, kernel, error.message)
+            self._store.add("failed", group.key, kernel, why=error.message)
             return
         except DeviceGone as error:
-            self._store.add_failure(group.key, kernel, f"the device was lost here: {error.message}")
+            self._store.add("failed", group.key, kernel, why=f"the device was lost here: {error.message}")
             raise
-        self._store.add_launch(group.key, kernel, found)
+        self._store.add("launch", group.key, kernel, timing=found)
         self._num_timed += 1
 
     def _steady(self, index: int, group: Distinct) -> Timing:
@@ -174,7 +174,7 @@ class _Session:
         return found
 
     def _whole(self) -> tuple[Timing | None, tuple[str, ...]]:
-        known = self._store.whole(self._trace.digest)
+        known = self._store.row("whole", self._trace.digest).timing
         if known is not None:
             return known, ()
         self._advance(f"{self._device.name}: the whole step")
@@ -182,18 +182,20 @@ class _Session:
             found = timing(self._timer.whole(self._enough))
         except CannotTime as error:
             return None, (f"{self._device.name}: the whole step was not measured: {error.message}",)
-        self._store.add_whole(self._trace.digest, found)
+        self._store.add("whole", self._trace.digest, timing=found)
         return found, ()
 
     def _timings(self) -> tuple[Timing | None, ...]:
-        found = {index: self._store.launch(group.key) for group in self._groups for index in group.launches}
+        found = {
+            n: self._store.row("launch", group.key).timing for group in self._groups for n in group.launches
+        }
         return tuple(found[index] for index in range(len(self._trace.launches)))
 
     def _missed(self) -> tuple[Missed, ...]:
         return tuple(
             Missed(group.launches, self._trace.kernel_of(group.launches[0]).name, why)
             for group in self._groups
-            if (why := self._store.failure(group.key)) is not None
+            if (why := self._store.row("failed", group.key).why) is not None
         )
 
     def _throttling(self) -> tuple[str, ...]:

@@ -100,25 +100,10 @@ class Store:
                 if row.identity == machine.identity and is_near:
                     self._rows[row.kind, row.key] = row
 
-    def launch(self, key: str) -> Timing | None:
-        return self._rows.get(("launch", key), NOTHING).timing
+    def row(self, kind: Kind, key: str) -> StoredRow:
+        return self._rows.get((kind, key), NOTHING)
 
-    def failure(self, key: str) -> str | None:
-        return self._rows.get(("failed", key), NOTHING).why
-
-    def whole(self, digest: str) -> Timing | None:
-        return self._rows.get(("whole", digest), NOTHING).timing
-
-    def add_launch(self, key: str, kernel: str, found: Timing) -> None:
-        self._add("launch", key, kernel, timing=found)
-
-    def add_failure(self, key: str, kernel: str, why: str) -> None:
-        self._add("failed", key, kernel, why=why)
-
-    def add_whole(self, digest: str, found: Timing) -> None:
-        self._add("whole", digest, timing=found)
-
-    def _add(self, kind: Kind, key: str, kernel: str = "", **found: Any) -> None:
+    def add(self, kind: Kind, key: str, kernel: str = "", **found: Any) -> None:
         """At once: a crash does not lose it."""
         row = StoredRow(kind, key, self._machine.identity, self._machine.clock_mhz, kernel, **found)
         self._rows[kind, key] = row

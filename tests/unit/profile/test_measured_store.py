@@ -18,24 +18,27 @@ def machine(mhz: float | None = 1500.0, change: dict[str, str] | None = None) ->
 
 def filled(path: Path, mhz: float | None = 1500.0) -> None:
     """A store with one launch."""
-    Store(path, machine(mhz)).add_launch("k1", "aten.mm.default", TIMING)
+    Store(path, machine(mhz)).add("launch", "k1", "aten.mm.default", timing=TIMING)
 
 
 def test_what_is_added_is_found_by_the_next_command(tmp_path: Path) -> None:
     """Times survive the process, to the last digit."""
     filled(tmp_path / "s")
 
-    assert TIMING == Store(tmp_path / "s", machine()).launch("k1")
+    assert TIMING == Store(tmp_path / "s", machine()).row("launch", "k1").timing
 
 
 def test_failures_and_whole_steps_are_kept_too(tmp_path: Path) -> None:
     """So that they are not tried again."""
     store = Store(tmp_path / "s", machine())
-    store.add_failure("k2", "aten.nonzero.default", "it waits for the host")
-    store.add_whole("digest", TIMING)
+    store.add("failed", "k2", "aten.nonzero.default", why="it waits for the host")
+    store.add("whole", "digest", timing=TIMING)
     again = Store(tmp_path / "s", machine())
 
-    assert ("it waits for the host", TIMING) == (again.failure("k2"), again.whole("digest"))
+    assert ("it waits for the host", TIMING) == (
+        again.row("failed", "k2").why,
+        again.row("whole", "digest").timing,
+    )
 
 
 @pytest.mark.parametrize("change", [{"driver": "2"}, {"torch": "3"}, {"device": "Other GPU"}, {"sms": "32"}])
@@ -43,14 +46,14 @@ def test_rows_of_another_machine_are_not_used(tmp_path: Path, change: dict[str, 
     """Another driver, torch, card or part of a card is another machine."""
     filled(tmp_path / "s")
 
-    assert Store(tmp_path / "s", machine(change=change)).launch("k1") is None
+    assert Store(tmp_path / "s", machine(change=change)).row("launch", "k1").timing is None
 
 
 def test_other_clocks_can_be_used_by_choice(tmp_path: Path) -> None:
     """As a service does, which measures once."""
     filled(tmp_path / "s", 1500.0)
 
-    assert TIMING == Store(tmp_path / "s", machine(1980.0), any_clock=True).launch("k1")
+    assert TIMING == Store(tmp_path / "s", machine(1980.0), any_clock=True).row("launch", "k1").timing
 
 
 def test_rows_at_another_clock_are_measured_again_and_both_kept(tmp_path: Path) -> None:
@@ -58,14 +61,14 @@ def test_rows_at_another_clock_are_measured_again_and_both_kept(tmp_path: Path) 
     filled(tmp_path / "s", 1500.0)
     store = Store(tmp_path / "s", machine(1980.0))
 
-    assert store.launch("k1") is None
+    assert store.row("launch", "k1").timing is None
     store.add_launch("k1", "aten.mm.default", Timing(9.0, 0.1, 9))
     assert 9.0 == _us(Store(tmp_path / "s", machine(1980.0)))
     assert 12.5 == _us(Store(tmp_path / "s", machine(1500.0)))
 
 
 def _us(store: Store) -> float:
-    found = store.launch("k1")
+    found = store.row("launch", "k1").timing
     assert found is not None
     return found.us
 
@@ -74,7 +77,7 @@ def test_clocks_a_little_apart_are_the_same(tmp_path: Path) -> None:
     """Two per cent is what a clock drifts by itself."""
     filled(tmp_path / "s", 1500.0)
 
-    assert TIMING == Store(tmp_path / "s", machine(1530.0)).launch("k1")
+    assert TIMING == Store(tmp_path / "s", machine(1530.0)).row("launch", "k1").timing
 
 
 def test_a_line_cut_short_by_a_crash_is_dropped(tmp_path: Path) -> None:
@@ -83,10 +86,10 @@ def test_a_line_cut_short_by_a_crash_is_dropped(tmp_path: Path) -> None:
     filled(path)
     with path.open("a") as file:
         file.write('{"kind": "lau')
-    Store(path, machine()).add_launch("k2", "aten.mm.default", TIMING)
+    Store(path, machine()).add("launch", "k2", "aten.mm.default", timing=TIMING)
     store = Store(path, machine())
 
-    assert (TIMING, TIMING) == (store.launch("k1"), store.launch("k2"))
+    assert (TIMING, TIMING) == (store.row("launch", "k1").timing, store.row("launch", "k2").timing)
 
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
@@ -121,7 +124,7 @@ def test_a_folder_that_cannot_be_written_gets_one_line(tmp_path: Path) -> None:
     store = Store(tmp_path / "file" / "s", machine())
 
     with pytest.raises(TesseraError, match=r"cannot be written: .*Choose --store"):
-        store.add_whole("digest", TIMING)
+        store.add("whole", "digest", timing=TIMING)
 
 
 @pytest.mark.parametrize("is_folder", [False, True])
@@ -130,9 +133,9 @@ def test_a_store_that_is_spare_is_done_without(tmp_path: Path, is_folder: bool) 
     (tmp_path / "s").mkdir() if is_folder else (tmp_path / "s").write_text("")
     said: list[str] = []
     store = Store(tmp_path / "s" if is_folder else tmp_path / "s" / "x", machine(), spare=said.append)
-    store.add_whole("digest", TIMING)
+    store.add("whole", "digest", timing=TIMING)
 
-    assert TIMING == store.whole("digest")
+    assert TIMING == store.row("whole", "digest").timing
     assert "cannot be" in said[-1]
 
 

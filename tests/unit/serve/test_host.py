@@ -88,7 +88,7 @@ def test_experts_are_on_both_devices_within_memory(made: Prepared) -> None:
     assert "tokens/s" in expected
     assert "cannot hold all weights" in larger
     assert plan.lanes[0].placement.fetched
-    assert "GB are fetched in every step" in larger
+    assert "KB are fetched in every step" in larger
 
 
 def test_a_small_host_has_what_the_gpu_cannot_hold_and_refusals_name_launches(made: Prepared) -> None:

@@ -60,7 +60,6 @@ class Pool:
         self.fewest = fewest
         self.columns: list[Column] = []
         self.pricer = Pricer(problem, config)
-        self.is_seeded = False
         self._keys: set[bytes] = set()
         everywhere = map(problem.alone, range(problem.num_devices))
         self.is_tight = not problem.fits(everywhere, microbatches)
@@ -152,9 +151,6 @@ def seed(pool: Pool) -> None:
     """A refusal may take long to prove."""
     from tessera.plan.pricing import milp  # slow to import
 
-    if pool.is_seeded:
-        return
-    pool.is_seeded = True
     if pool.columns and not pool.is_tight:
         return
     prob = pool.problem

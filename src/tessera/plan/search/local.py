@@ -103,18 +103,9 @@ class Search:
             for moves in self._moves(team):
                 num = 0
                 for other in moves:
-                    num += self._look_at_team(other) > 0.0
+                    num += self.look(self._mix(other)) > 0.0
                     if num == self.task.config.num_moves or self._left <= 0:
                         break
-
-    def _look_at_team(self, team: Counter[Column]) -> float:
-        columns, key = tuple(team), (frozenset((c.key, n) for c, n in team.items()), False)
-        if key in self._seen:
-            return 0.0
-        if self.task.is_served and is_filled(self.task, columns):
-            self._seen.add(key)
-            return 0.0
-        return self.look(self._mix(team))
 
     def _look_at_singles(self) -> None:
         columns = self.task.pool.columns

@@ -31,8 +31,7 @@ def single_placement(task: Task) -> tuple[Mix, ...] | None:
 
 
 def latency_mixes(task: Task) -> tuple[Mix, ...]:
-    prob, pool = task.problem, task.pool
-    task.seed()
+    prob, pool = task.problem, task.seeded
     fits = lambda x: not pool.is_tight or pool.able(prob.column(x))  # noqa: E731
     fastest = latency.solve(prob, pool.columns, fits, task.config)
     mix = pool.held_by((prob.column(fastest.labels),))

@@ -57,12 +57,14 @@ class Task:
     @cached_property
     def free(self) -> throughput.Solved:
         """The optimum by busy time alone."""
-        self.seed()
-        return throughput.generate(self.pool)
+        return throughput.generate(self.seeded)
 
-    def seed(self) -> None:
-        _ = self.coarse  # its columns are in the pool
+    @cached_property
+    def seeded(self) -> throughput.Pool:
+        """With columns of the coarse policies, and some that fit memory."""
+        _ = self.coarse
         throughput.seed(self.pool)
+        return self.pool
 
     def figure(self, mix: Mix, rate_per_s: float) -> float:
         return objectives.figure(self.problem, self.objective, mix, rate_per_s)
