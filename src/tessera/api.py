@@ -39,7 +39,7 @@ from tessera.cli.simulate import (
     simulate_service,
     simulate_steps,
 )
-from tessera.errors import TesseraError, UnknownName
+from tessera.errors import TesseraError, check_known
 from tessera.ir import Load, Objective, ServicePlan, save
 from tessera.profile import parse_devices, wire
 from tessera.simulate.arrivals import make_arrivals
@@ -302,6 +302,5 @@ def serve_config(**options: Any) -> ServeConfig:
 def _made(record: type[Made], what: str, given: Mapping[str, Any]) -> Made:
     names = [field.name for field in fields(record)]
     for name in given:
-        if name not in names:
-            raise UnknownName(what, name, names)
+        check_known(what, name, names)
     return record(**given)

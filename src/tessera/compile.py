@@ -37,7 +37,7 @@ from tessera.capture.function import FunctionCall, Given, workload
 from tessera.capture.fxgraph import GraphStep
 from tessera.capture.own import own_launches
 from tessera.capture.record import VARYING
-from tessera.errors import CaptureError, MismatchError, RuleBroken, TesseraError, UnknownName
+from tessera.errors import CaptureError, MismatchError, RuleBroken, TesseraError, UnknownName, check_known
 from tessera.execute.memory import is_allocation
 from tessera.execute.offline import RunResult, run_offline
 from tessera.execute.reference import same_bits
@@ -72,14 +72,12 @@ class Options:
     def read(cls, given: Mapping[str, Any]) -> "Options":
         known = [f.name for f in fields(cls)]
         for name in given:
-            if name not in known:
-                raise UnknownName("option", name, known)
+            check_known("option", name, known)
         found = dict(given)
         devices = found.get("devices", "")
         found["devices"] = devices if isinstance(devices, str) else ",".join(devices)
         options = cls(**found)
-        if options.objective not in tuple(Objective):
-            raise UnknownName("objective", str(options.objective), tuple(Objective))
+        check_known("objective", options.objective, tuple(Objective))
         if options.policy is not None and options.policy not in PLANNERS:
             raise UnknownName("policy", str(options.policy), PLANNERS)
         search_config(str(options.effort))

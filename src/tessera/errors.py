@@ -35,6 +35,11 @@ class UnknownName(TesseraError):
         return UnknownName, (self.what, self.name, self.known)
 
 
+def check_known(what: str, name: str, known: Iterable[str]) -> None:
+    if name not in known:
+        raise UnknownName(what, name, known)
+
+
 def install_line(extra: str) -> str:
     return f'pip install "{DISTRIBUTION}[{extra}]"'
 

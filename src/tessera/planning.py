@@ -21,7 +21,7 @@ from msgspec import Meta
 from tessera import flow, ir
 from tessera.analyze import build_graph
 from tessera.capture import build, outlines, place_of, record_sizes
-from tessera.capture.divide import divide, division_for, experts_of
+from tessera.capture.divide import divided, experts_of
 from tessera.capture.models import another, check_positions, steps_of_model
 from tessera.errors import MismatchError, TesseraError
 from tessera.execute.lower import homes_of
@@ -104,16 +104,10 @@ class ServedSteps:
         else:
             sizes = [*self.anchors, self._asked(CHECKED)]
             said = "recording the served step, {} of {}".format
-            *traces, checked = record_sizes(sizes, lambda num: self.advance(said(num + 1, len(sizes))))
-        division = division_for(self.cluster, traces)
-        if division is not None:
-            self.advance("dividing products")
-            *traces, checked = [
-                divide(trace, division, self.frequencies)
-                for trace in (*traces, traces[0] if self.is_compiled else checked)
-            ]
-        family = StepFamily(tuple(build_graph(trace) for trace in traces))
-        if not self.is_compiled and family.at(checked.step).trace != checked:
+            traces = record_sizes(sizes, lambda num: self.advance(said(num + 1, len(sizes))))
+        traces = divided(self.cluster, traces, self.frequencies)
+        family = StepFamily(tuple(map(build_graph, traces[: len(ANCHORS)])))
+        if any(family.at(checked.step).trace != checked for checked in traces[len(ANCHORS) :]):
             raise MismatchError(
                 f"the step of {self.model} is not linear in tokens, sequences, pages and length",
                 "Serve it on the devices themselves: tessera serve.",

@@ -48,6 +48,14 @@ def division_for(cluster: Cluster, traces: Sequence[Trace]) -> DivideConfig | No
     return DivideConfig(plain_bytes=min(cards) // LARGE)
 
 
+def divided(
+    cluster: Cluster, traces: Sequence[Trace], frequencies: Mapping[str, Sequence[float]]
+) -> list[Trace]:
+    """As `division_for` says."""
+    config = division_for(cluster, traces)
+    return list(traces) if config is None else [divide(trace, config, frequencies) for trace in traces]
+
+
 def divide(
     trace: Trace, config: DivideConfig, frequencies: Mapping[str, Sequence[float]] | None = None
 ) -> Trace:

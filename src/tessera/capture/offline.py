@@ -5,10 +5,8 @@ and padding of matrix products by trial are off.
 """
 
 import contextlib
-import json
 import unittest.mock
 from collections.abc import Callable, Iterator
-from importlib.resources import files
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tessera.capture.fake import ensure_cuda_guard
 from tessera.errors import extra_module
+from tessera.ir.files import packaged
 
-PROPERTIES = SimpleNamespace(**json.loads(files("tessera.capture").joinpath("h100.json").read_bytes()))
+PROPERTIES = SimpleNamespace(**packaged("capture", "h100.json", dict[str, Any]))
 
 
 def properties_of(ordinal: int) -> SimpleNamespace:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from tessera.analyze import build_graph
 from tessera.cli.output import HIDDEN, Illustrated, Record, option, progress, shown
-from tessera.errors import ArtifactError, TesseraError, UnknownName
+from tessera.errors import ArtifactError, TesseraError, check_known
 from tessera.ir import BufferKind, Graph, Trace, kind_of, load, save
 from tessera.ir.files import cache_folder, read_file
 
@@ -103,8 +103,7 @@ def _analyze_ptx(file: Path, kernel: str | None) -> Illustrated[PtxReport]:
         pictures: tuple[Any, ...] = (table, *map(escape, lines))
     else:
         by_name = {report.name: report for report in reports}
-        if kernel not in by_name:
-            raise UnknownName("kernel", kernel, by_name)
+        check_known("kernel", kernel, by_name)
         reports = (by_name[kernel],)
         pictures = tuple(map(escape, tessera_ptx.explain(reports[0], text.decode(errors="replace"))))
     return Illustrated(PtxReport(kernels=tuple(report.as_dict() for report in reports)), pictures)

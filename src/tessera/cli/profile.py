@@ -24,15 +24,7 @@ from tessera.profile.measured import (
     measure,
     needs_measuring,
 )
-from tessera.profile.store import (
-    SIZES,
-    LinkFit,
-    Store,
-    default_store,
-    fit_link,
-    keep_links,
-    remark,
-)
+from tessera.profile.store import SIZES, LinkFit, Store, default_store, fit_link, keep_links, remark
 from tessera.report import short_name
 
 DEVICES_HELP = "Devices, such as cuda:0,cpu or emu:a100,emu:l40s. Those of this machine are measured."

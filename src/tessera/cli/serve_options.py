@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -23,6 +22,7 @@ from tessera.cli.remote import MeetingOptions
 from tessera.cli.run import TransportOption
 from tessera.errors import TesseraError, extra_module
 from tessera.ir import MEMORY_SHARE, Cluster, Load
+from tessera.ir.files import packaged
 from tessera.profile import cap_memory, parse_devices
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ HELD_SHARE = 0.85
 # Likeness of names from which one is suggested.
 NEAR = 0.7
 # vLLM's options without meaning here, and what does their work.
-INSTEAD = json.loads(files("tessera.cli").joinpath("instead.json").read_bytes())
+INSTEAD = packaged("cli", "instead.json", dict[str, str])
 
 PLANNED = excludes("plan", "is in the plan")
 NEEDS_LOAD: dict[str, Any] = {"min": 1e-3, "callback": needs("output_tokens")}

@@ -30,9 +30,7 @@ from tessera.execute.memory import (
     is_allocation,
     tensor_of,
 )
-from tessera.execute.stepper import (
-    Tensors,
-)
+from tessera.execute.stepper import Tensors
 from tessera.ir import BufferKind, Trace, Value
 
 # (step, inputs, the state that it changes) -> outputs.

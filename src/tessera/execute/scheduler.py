@@ -25,16 +25,7 @@ from typing import Generic, Protocol, TypeVar
 
 from tessera.execute.admission import PATIENCE, FairQueue, StepCost, Turns, costs_of
 from tessera.execute.lanes import LoadedLane
-from tessera.execute.stepper import (
-    DeviceBack,
-    DeviceLost,
-    Event,
-    Moved,
-    StepCall,
-    StepDone,
-    Stepper,
-    Tensors,
-)
+from tessera.execute.stepper import DeviceBack, DeviceLost, Event, Moved, StepCall, StepDone, Stepper, Tensors
 from tessera.ir import Plan
 
 R = TypeVar("R")

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tessera.errors import UnknownName, WorkerError
+from tessera.errors import WorkerError, check_known
 from tessera.execute.links import Links
 from tessera.execute.memory import landing
 from tessera.execute.messages import LinkFrame, Setup
@@ -74,8 +74,7 @@ def copier(into: torch.Tensor, contents: torch.Tensor) -> Callable[[], object]:
 
 
 def check_name(name: str) -> None:
-    if name not in NAMES:
-        raise UnknownName("transport", name, NAMES)
+    check_known("transport", name, NAMES)
 
 
 def resolve(name: str, devices: Sequence[Device], is_local: bool) -> str:

@@ -7,6 +7,7 @@ MessagePack. Loaded records are verified.
 import hashlib
 import os
 from collections.abc import Iterable
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -90,6 +91,11 @@ def read_file(path: str | Path, remedy: str = "") -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise ArtifactError(f"cannot read: {error.strerror}", remedy, str(path)) from error
+
+
+def packaged(package: str, name: str, kind: type[T]) -> T:
+    """A JSON document that is part of Tessera."""
+    return msgspec.json.decode(files(f"tessera.{package}").joinpath(name).read_bytes(), type=kind)
 
 
 def load(cls: type[T], path: str | Path) -> T:

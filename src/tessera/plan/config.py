@@ -6,7 +6,7 @@ Most bound work. Judge a change by the rates of `benchmarks/paper` and the gaps 
 
 from dataclasses import dataclass
 
-from tessera.errors import UnknownName
+from tessera.errors import check_known
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,7 @@ class SearchConfig:
     # Mixes simulated in full: small units, large units; launches of a large unit.
     num_finalists: tuple[int, int] = (6, 2)
     large_launches: int = 4_500
-    # Short simulations miss lanes with smaller shares.
-    rare_share: float = 1 / 16
+    # Of a lane in a team.
     least_share: float = 1 / 64
 
     # Candidates this close are equal (simulation error); the most robust, then the simplest wins.
@@ -67,8 +66,6 @@ class SearchConfig:
     max_rivals: int = 16
     regret_step: float = 2e-3
     num_samples: int = 200
-    # Also tried where memory is short.
-    fewer_microbatches: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16)
 
     # Device sets for cost and energy: bounded, solved, planned.
     max_bounded: int = 4096
@@ -94,6 +91,5 @@ EFFORTS = {"full": FULL, "quick": QUICK}
 
 
 def search_config(effort: str) -> SearchConfig:
-    if effort not in EFFORTS:
-        raise UnknownName("effort", effort, EFFORTS)
+    check_known("effort", effort, EFFORTS)
     return EFFORTS[effort]

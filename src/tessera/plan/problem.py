@@ -71,11 +71,6 @@ class Mix:
     def rate_per_s(self) -> float:
         return 1e6 / float(self.busy_us.max())
 
-    def only(self, lanes: Sequence[int]) -> "Mix":
-        total = sum(self.shares[i] for i in lanes)
-        columns, shares = zip(*((self.columns[i], self.shares[i] / total) for i in lanes), strict=True)
-        return Mix(columns, shares, tuple(self.microbatches[i] for i in lanes) if self.microbatches else ())
-
     @property
     def num_messages(self) -> float:
         return sum(share * c.num_messages for share, c in zip(self.shares, self.columns, strict=True))

@@ -26,7 +26,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from importlib.resources import files
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -34,7 +33,7 @@ from typing import Literal
 import msgspec
 
 from tessera.errors import ArtifactError
-from tessera.ir import Cost, Source
+from tessera.ir import Cost, Source, files
 from tessera.ir.files import cache_folder, write_whole
 from tessera.profile.counts import OpClass, Work
 from tessera.profile.fitted import Params, loads_of, model_of, peaks_of, predict
@@ -237,8 +236,7 @@ def chosen(works: Sequence[Work], costs: Sequence[Cost], num: int) -> list[Work]
 
 @cache
 def packaged() -> Corrections:
-    raw = files("tessera.profile").joinpath("corrections.json").read_bytes()
-    return msgspec.json.decode(raw, type=Corrections)
+    return files.packaged("profile", "corrections.json", Corrections)
 
 
 @cache

@@ -6,14 +6,13 @@ by memory. Gathers, scatters, grouped GEMMs and paged attention count the rows t
 sparsity, early exits.
 """
 
-import json
 import math
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
-from importlib.resources import files
 
 from tessera.ir import Kernel, Launch, Origin, View, arg_views
+from tessera.ir.files import packaged
 from tessera.ir.trace import item_bytes
 from tessera.kernels import PARTS
 from tessera.profile.overheads import Overhead, attention_overhead, copies_first, fused_overhead, overhead_of
@@ -26,7 +25,7 @@ RECURRENT = frozenset({"causal_conv", "ssd_scan", "selective_scan", "delta_scan"
 UNPACKING = 6
 OPERATORS = {
     name: op
-    for op, names in json.loads(files("tessera.profile").joinpath("operators.json").read_bytes()).items()
+    for op, names in packaged("profile", "operators.json", dict[str, list[str]]).items()
     for name in names
 }
 

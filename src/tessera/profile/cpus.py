@@ -6,12 +6,10 @@ rows, 3.5 TFLOP/s at 128), rounded. No CPU of this table was measured.
 """
 
 from dataclasses import dataclass
-from importlib.resources import files
 
-import msgspec
-
-from tessera.errors import UnknownName
+from tessera.errors import check_known
 from tessera.ir import Cost, Source
+from tessera.ir.files import packaged
 from tessera.profile.counts import OpClass, Work
 
 BYTES_SHARE, AMX_SHARE, VECTOR_SHARE = 0.6, 0.15, 0.5
@@ -38,17 +36,11 @@ class Cpu:
     source: str
 
 
-CPUS = {
-    cpu.name: cpu
-    for cpu in msgspec.json.decode(
-        files("tessera.profile").joinpath("cpus.json").read_bytes(), type=tuple[Cpu, ...]
-    )
-}
+CPUS = {cpu.name: cpu for cpu in packaged("profile", "cpus.json", tuple[Cpu, ...])}
 
 
 def cpu(name: str) -> Cpu:
-    if name not in CPUS:
-        raise UnknownName("CPU", name, CPUS)
+    check_known("CPU", name, CPUS)
     return CPUS[name]
 
 

@@ -22,12 +22,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from importlib.resources import files
 
-import msgspec
-
-from tessera.errors import TesseraError, UnknownName
+from tessera.errors import TesseraError, UnknownName, check_known
 from tessera.ir import AWAY, Cluster, Device, DeviceKind, Link, verify
+from tessera.ir.files import packaged
 from tessera.ir.host import host_nodes
 from tessera.profile.cpus import CPUS, PREFIX, cpu
 from tessera.profile.gpus import gpu, known_gpus
@@ -55,12 +53,7 @@ class LinkPreset:
     source: str
 
 
-LINKS = {
-    preset.name: preset
-    for preset in msgspec.json.decode(
-        files("tessera.profile").joinpath("links.json").read_bytes(), type=tuple[LinkPreset, ...]
-    )
-}
+LINKS = {link.name: link for link in packaged("profile", "links.json", tuple[LinkPreset, ...])}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +98,7 @@ def cap_memory(devices: tuple[Device, ...], words: Sequence[str]) -> tuple[Devic
     caps = dict(_cap(word) for word in words)
     names = [device.name for device in devices]
     for name in caps:
-        if name not in names:
-            raise UnknownName("device", name, names)
+        check_known("device", name, names)
     return tuple(
         replace(d, memory_bytes=min(d.memory_bytes, caps.get(d.name, d.memory_bytes))) for d in devices
     )
@@ -309,8 +301,7 @@ def wire(devices: tuple[Device, ...], words: Sequence[str] = (), buses: Sequence
 
 def _join(links: dict[tuple[str, str], Link], word: str, names: tuple[str, ...]) -> None:
     ends, _, name = word.rpartition("=")
-    if name not in LINKS:
-        raise UnknownName("link", name, LINKS)
+    check_known("link", name, LINKS)
     preset = LINKS[name]
     pairs = [(a, b) for a in names for b in names if a != b and ends in (f"{a}-{b}", f"{b}-{a}", f"{a}>{b}")]
     if not pairs:
@@ -323,8 +314,7 @@ def _join(links: dict[tuple[str, str], Link], word: str, names: tuple[str, ...])
 def _share(links: dict[tuple[str, str], Link], bus: str, names: tuple[str, ...]) -> None:
     ends = [word.strip() for word in bus.split(",")]
     for end in ends:
-        if end not in names:
-            raise UnknownName("device", end, names)
+        check_known("device", end, names)
     if len(set(ends)) < 2:
         raise TesseraError(
             f"at least two devices needed, got '{bus}'", "Name the devices on the bus.", "--bus"

@@ -17,20 +17,17 @@ weights and KV caches come from memory. Their shortest time is a number of clock
 an L40S is faster than an A100 at small launches. Not modelled: throttling.
 """
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cache
-from importlib.resources import files
 from statistics import fmean
-from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from tessera.ir import Cost, Source
+from tessera.ir.files import packaged
 from tessera.profile.counts import OpClass, Work
 from tessera.profile.gpus import Gpu, clock_ghz, gpu
 
@@ -162,18 +159,20 @@ class Model:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class FittedRows:
+    fits: tuple[Fit, ...]
+    left_out: tuple[LeftOut, ...]
+
+
 @cache
 def fits() -> tuple[Fit, ...]:
-    return msgspec.convert(_document()["fits"], tuple[Fit, ...])
+    return packaged("profile", "fitted.json", FittedRows).fits
 
 
 @cache
 def left_out() -> tuple[LeftOut, ...]:
-    return msgspec.convert(_document()["left_out"], tuple[LeftOut, ...])
-
-
-def _document() -> Any:
-    return json.loads(files("tessera.profile").joinpath("fitted.json").read_text(encoding="utf-8"))
+    return packaged("profile", "fitted.json", FittedRows).left_out
 
 
 def family_of(op: OpClass, dtype: str) -> str:

@@ -4,15 +4,14 @@ Data-sheet peaks only scale the efficiencies in `fitted.py`. Sustained rates are
 measurements. Memory is the advertised size in units of 1e9 bytes.
 """
 
-import json
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 import msgspec
 
-from tessera.errors import UnknownName
+from tessera.errors import check_known
+from tessera.ir.files import packaged
 
 # Default: the first with a quote. The card's note explains an estimate.
 PROVIDERS = ("RunPod", "Lambda", "AWS", "GCP", "estimate")
@@ -82,8 +81,7 @@ class Gpu:
 
 @cache
 def _table() -> dict[str, Gpu]:
-    text = files("tessera.profile").joinpath("gpus.json").read_text(encoding="utf-8")
-    doc = json.loads(text)
+    doc = packaged("profile", "gpus.json", dict[str, Any])
     return {row["name"]: _gpu(row, doc) for row in doc["gpus"]}
 
 
@@ -107,6 +105,5 @@ def known_gpus() -> tuple[Gpu, ...]:
 
 
 def gpu(name: str) -> Gpu:
-    if name not in _table():
-        raise UnknownName("GPU", name, _table())
+    check_known("GPU", name, _table())
     return _table()[name]

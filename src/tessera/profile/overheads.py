@@ -6,13 +6,12 @@ contiguous ones; dense operands of one dtype and order pay nothing. Inductor ker
 operators in their names. Not handled: other Triton and CUDA kernels. Strides count elements.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from enum import Enum
-from importlib.resources import files
 
 from tessera.ir import Launch, View
+from tessera.ir.files import packaged
 from tessera.ir.trace import item_bytes
 
 Overhead = tuple[tuple[str, float], ...]
@@ -39,7 +38,7 @@ class Scope(Enum):
 
 TERMS = {
     name: Scope[term["scope"]]
-    for name, term in json.loads(files("tessera.profile").joinpath("terms.json").read_bytes()).items()
+    for name, term in packaged("profile", "terms.json", dict[str, dict[str, str]]).items()
 }
 
 

@@ -22,12 +22,7 @@ import torch
 
 from tessera.errors import CaptureError, MismatchError, TesseraError, WorkerError
 from tessera.execute import messages, worker
-from tessera.execute.engine_connection import (
-    EngineAddress,
-    EngineConnection,
-    connect_engine,
-    own_version,
-)
+from tessera.execute.engine_connection import EngineAddress, EngineConnection, connect_engine, own_version
 from tessera.execute.hub import START_TIMEOUT_S, STOP_TIMEOUT_S
 from tessera.execute.mailbox import Hangup
 from tessera.execute.processes import FORKSERVER, LocalProcess, warm_up

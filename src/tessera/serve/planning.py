@@ -160,16 +160,11 @@ class CpuBackend:
         return 1.0
 
     def capture(self, model: "ServedModel", advance: Listener) -> list[ir.Trace]:
+        from tessera.capture.divide import divided
+
         with blamed_for_run(model.model):
-            return self._divided([record(workload) for workload in model.workloads])
-
-    def _divided(self, traces: list[ir.Trace]) -> list[ir.Trace]:
-        from tessera.capture.divide import divide, division_for
-
-        division = division_for(self.cluster, traces)
-        if division is None:
-            return traces
-        return [divide(trace, division, self.frequencies) for trace in traces]
+            traces = [record(workload) for workload in model.workloads]
+        return divided(self.cluster, traces, self.frequencies)
 
     def price(self, unit: ir.WorkUnit, model: "ServedModel", advance: Listener) -> tuple[ir.Costs, ...]:
         from tessera import flow

@@ -18,7 +18,7 @@ import numpy as np
 from tessera import ir
 from tessera.adapt.controller import Change, Replanned
 from tessera.adapt.drift import Factors
-from tessera.errors import DeviceMemoryError, PlanInfeasible, UnknownName
+from tessera.errors import DeviceMemoryError, PlanInfeasible, check_known
 from tessera.execute.lower import homes_of
 from tessera.execute.memory import check_fits, footprints, ready_programs
 from tessera.plan import fluid, search_config
@@ -41,8 +41,7 @@ Policies = tuple[ir.ServicePlan, ...]
 
 
 def check_policy(name: str) -> str:
-    if name not in (AUTO, *POLICIES):
-        raise UnknownName("policy", name, (AUTO, *POLICIES))
+    check_known("policy", name, (AUTO, *POLICIES))
     return name
 
 

@@ -14,7 +14,7 @@ from dataclasses import fields
 from tessera.adapt.capability import Capability
 from tessera.adapt.controller import Controller, Planner
 from tessera.adapt.monitor import Monitor, MonitorConfig
-from tessera.errors import AskError, UnknownName
+from tessera.errors import AskError, check_known
 from tessera.execute.stepper import DeviceStatus, Stepper
 from tessera.ir import ServicePlan
 from tessera.serve.answer import ActiveRequest, Answer
@@ -73,8 +73,7 @@ class Service:
             shape.capacity, *(shape.of_group(g).max_tokens for policy in policies for g in policy.groups)
         )
         names = tuple(policy.policy for policy in policies)
-        if policy not in (AUTO, *names):
-            raise UnknownName("policy", policy, (AUTO, *names))
+        check_known("policy", policy, (AUTO, *names))
         self._engine = Engine(stepper, policies, shape, max_waiting, meters, sight, prefix_caching)
         monitor = None
         if policy != AUTO:

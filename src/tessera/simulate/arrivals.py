@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tessera.errors import ArrivalsError, UnknownName
+from tessera.errors import ArrivalsError, UnknownName, check_known
 from tessera.ir import Arrivals, Load, verify
 
 Floats = npt.NDArray[np.float64]
@@ -105,8 +105,7 @@ FORMULAS: dict[str, Callable[[Sequence[float], int | None, int], Floats]] = {
 
 def make_lengths(text: str, num: int, seed: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
     kind, _, rest = text.partition(":")
-    if kind not in LENGTHS:
-        raise UnknownName("kind of lengths", kind, LENGTHS)
+    check_known("kind of lengths", kind, LENGTHS)
     numbers = _numbers(text, rest, "--lengths")
     wanted = 3 if kind == "lognormal" else 2
     if len(numbers) != wanted or min(numbers[:2]) < 1.0:

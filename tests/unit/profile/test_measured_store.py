@@ -62,7 +62,7 @@ def test_rows_at_another_clock_are_measured_again_and_both_kept(tmp_path: Path) 
     store = Store(tmp_path / "s", machine(1980.0))
 
     assert store.row("launch", "k1").timing is None
-    store.add_launch("k1", "aten.mm.default", Timing(9.0, 0.1, 9))
+    store.add("launch", "k1", "aten.mm.default", timing=Timing(9.0, 0.1, 9))
     assert 9.0 == _us(Store(tmp_path / "s", machine(1980.0)))
     assert 12.5 == _us(Store(tmp_path / "s", machine(1500.0)))
 

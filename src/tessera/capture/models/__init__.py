@@ -21,7 +21,7 @@ from tessera.capture.function import module_workload
 from tessera.capture.models import catalog, checkpoint, denoisers, hf
 from tessera.capture.models.hf import another
 from tessera.capture.workload import Workload
-from tessera.errors import CaptureError, UnknownName
+from tessera.errors import CaptureError, UnknownName, check_known
 from tessera.ir import Step
 
 __all__ = ["another", "build", "check_positions", "known_models", "place_of", "steps_of_model"]
@@ -78,8 +78,7 @@ def build(step: Step) -> Workload:
         )
     if step.model in BUILDERS:
         builder, steps, served = BUILDERS[step.model]
-        if step.kind not in (*steps, *served):
-            raise UnknownName(f"step of {step.model}", step.kind, (*steps, *served))
+        check_known(f"step of {step.model}", step.kind, (*steps, *served))
         return builder(step)
     step = replace(step, model=place_of(step.model))
     if denoisers.is_denoiser(Path(step.model)):

@@ -3,13 +3,13 @@
 Tiny vocabularies are the bytes plus a begin and an end token.
 """
 
-import json
-from importlib.resources import files
 from typing import Any
 
 import torch
 
-_DOCUMENT = json.loads(files("tessera.capture.models").joinpath("catalog.json").read_bytes())
+from tessera.ir.files import packaged
+
+_DOCUMENT = packaged("capture.models", "catalog.json", dict[str, Any])
 
 LANGUAGE: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
     name: (model["family"], model["sizes"], getattr(torch, model["dtype"]))

@@ -15,7 +15,7 @@ import torch
 from tessera.capture.models import checkpoint
 from tessera.capture.models.vision import grid_of
 from tessera.capture.workload import Tensors, Workload
-from tessera.errors import CaptureError, UnknownName, extra_module
+from tessera.errors import CaptureError, check_known, extra_module
 from tessera.ir import Step
 
 STEPS = ("denoise",)
@@ -60,8 +60,7 @@ def is_denoiser(folder: Path) -> bool:
 
 
 def from_folder(step: Step) -> Workload:
-    if step.kind not in STEPS:
-        raise UnknownName(f"step of {step.model}", step.kind, STEPS)
+    check_known(f"step of {step.model}", step.kind, STEPS)
     folder = _part(Path(step.model))
     settings = checkpoint.read_settings(folder)
     module = _load(folder, settings, step)

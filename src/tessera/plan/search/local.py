@@ -32,14 +32,9 @@ def throughput_mixes(task: Task) -> tuple[Mix, ...]:
     depths = config.depths[: max(2, config.depth_launches // launches)]
     optima = (throughput.generate(task.pool, depth * num).mix for depth in depths)
     for mix in (*optima, best):
-        search.look(without_rare_lanes(mix, config.rare_share))
+        search.look(mix)
     search.climb()
     return search.finalists()
-
-
-def without_rare_lanes(mix: Mix, rare_share: float) -> Mix:
-    kept = [i for i, share in enumerate(mix.shares) if share >= rare_share]
-    return mix if not kept or len(kept) == len(mix.columns) else mix.only(kept)
 
 
 def is_filled(task: Task, columns: Sequence[Column]) -> bool:

@@ -10,7 +10,7 @@ and the coarse policies of `baselines`.
 
 from collections.abc import Callable
 
-from tessera.errors import UnknownName
+from tessera.errors import check_known
 from tessera.plan import latency
 from tessera.plan.baselines import COARSE
 from tessera.plan.problem import Mix
@@ -54,6 +54,5 @@ PLANNERS: dict[str, Planner] = {
 
 
 def planner_named(name: str) -> Planner:
-    if name not in PLANNERS:
-        raise UnknownName("policy", name, PLANNERS)
+    check_known("policy", name, PLANNERS)
     return PLANNERS[name]
