@@ -55,7 +55,7 @@ class SearchConfig:
     # Mixes simulated in full: small units, large units; launches of a large unit.
     num_finalists: tuple[int, int] = (6, 2)
     large_launches: int = 4_500
-    # Of a lane in a team.
+    # A lane of a team has at least this share.
     least_share: float = 1 / 64
 
     # Candidates this close are equal (simulation error); the most robust, then the simplest wins.
