@@ -28,11 +28,12 @@ from tessera.cli.output import (
     progress,
     shown,
 )  # fmt: skip
-from tessera.cli.plan_text import CostFigures, sure
 from tessera.errors import TesseraError
 from tessera.plan import Comparison, DeviceMemory, explain, search_config
 from tessera.plan.baselines import COARSE
 from tessera.plan.batches import REPLICAS
+from tessera.profile import sureness
+from tessera.profile.coverage import Sureness
 
 BASELINES = "coarser policies, each at its own best (simulated)"
 ROWS = "this model has no text: a row of the batch counts as one token"
@@ -161,7 +162,7 @@ class ModelPlanFigures(Record, frozen=True):
     ratio_to_best_baseline: float | None
     ratio_to_data_parallel: float | None
     ratio_to_bound: float | None
-    costs: Annotated[CostFigures, HIDDEN]
+    costs: Annotated[Sureness, HIDDEN]
     memory: Annotated[dict[str, MemoryFigures], shown("memory (modelled)")]
     # Device -> module -> numbers of its experts there; empty if experts are not divided.
     experts: Annotated[dict[str, dict[str, tuple[int, ...]]], HIDDEN] = msgspec.field(default_factory=dict)
@@ -223,7 +224,7 @@ def model_figures(planned: PlannedModel, output: Path | None = None) -> ModelPla
     parallel = next((o for o in found.baselines if o.policy == "data-parallel"), None)
     own, chosen = _own_figures(planned.plan), found.chosen
     sizes = {rival.policy: rival.groups for rival in getattr(planned.plan, "rivals", ())}
-    costs: CostFigures = own["costs"]
+    costs: Sureness = own["costs"]
     return ModelPlanFigures.of(
         chosen,
         objective=found.objective,
@@ -253,7 +254,7 @@ def _own_figures(plan: ir.ServicePlan | ir.Plan) -> dict[str, Any]:
             "bound": plan.bound_per_s * plan.batch,
             "ratio_to_bound": plan.simulated_per_s / plan.bound_per_s,
             "service": None,
-            "costs": sure(plan),
+            "costs": sureness(plan),
             "memory": memory_figures(explain(plan).memory),
         }
     from tessera.planning import experts_by_device, fetched_by_device, service_memory
@@ -266,7 +267,7 @@ def _own_figures(plan: ir.ServicePlan | ir.Plan) -> dict[str, Any]:
         "bound": plan.bound_per_s and plan.bound_per_s / per_request,
         "ratio_to_bound": plan.bound_per_s and plan.expected.tokens_per_s / plan.bound_per_s,
         "service": ServiceFigures(groups=tuple(g.size for g in plan.groups), expected=plan.expected),
-        "costs": max((sure(group.plan) for group in plan.groups), key=lambda c: c.rel_error),
+        "costs": max((sureness(group.plan) for group in plan.groups), key=lambda c: c.rel_error),
         "memory": memory_figures(service_memory(plan)),
         "experts": experts_by_device(plan),
         "fetched": fetched_by_device(plan),

@@ -11,19 +11,8 @@ from tessera.ir.plan import Robust
 from tessera.plan import explain, latency_bound_us
 from tessera.plan.explain import DeviceMemory, Gain, KernelUse, Reason, Usage
 from tessera.profile import sureness
-from tessera.profile.coverage import CostShare
+from tessera.profile.coverage import Sureness
 from tessera.report import PolicyLine, UsedDevice, compared, device_uses, layer_picture, main_lane
-
-
-class CostFigures(Record, frozen=True):
-    """How sure the costs are that a plan rests on."""
-
-    rel_error: float
-    # Share of the busy time with a wide error; shares by source.
-    wide_share: float
-    by_source: Annotated[dict[str, float], shown(unit="share")]
-    parts: Annotated[tuple[CostShare, ...], HIDDEN]
-    sentence: str
 
 
 class LaneFigures(Record, frozen=True):
@@ -81,7 +70,7 @@ class PlanFigures(Record, frozen=True):
     baseline_latency_us: Annotated[dict[str, float | None], HIDDEN]
     baseline_usd_per_1k_units: Annotated[dict[str, float | None], HIDDEN]
     baseline_joules_per_unit: Annotated[dict[str, float | None], HIDDEN]
-    costs: Annotated[CostFigures, HIDDEN]
+    costs: Annotated[Sureness, HIDDEN]
     # Latency plans only.
     latency_bound_us: Annotated[float | None, HIDDEN] = None
     latency_gap: float | None = None
@@ -92,17 +81,13 @@ class PlanFigures(Record, frozen=True):
     headline: str = ""
 
 
-def sure(made: Plan) -> CostFigures:
-    return CostFigures.of(sureness(made))
-
-
 def plan_figures(
     made: Plan,
     reasons: PlanReasons | None = None,
     output: Path | None = None,
 ) -> PlanFigures:
 
-    names, costs = made.cluster.names, sure(made)
+    names, costs = made.cluster.names, sureness(made)
     bound_us = latency_bound_us(made) if made.objective is Objective.LATENCY else None
     return PlanFigures.of(
         made,

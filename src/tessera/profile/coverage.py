@@ -5,7 +5,7 @@ device share one error; other errors are independent and partly cancel.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tessera.ir import Cost, Plan, Source
@@ -107,37 +107,14 @@ class CostShare:
 
 @dataclass(frozen=True, slots=True)
 class Sureness:
+    """How sure the costs are that a plan rests on."""
+
+    rel_error: float
+    # Share of the busy time with a wide error; shares by source.
+    wide_share: float
+    by_source: dict[str, float]
     parts: tuple[CostShare, ...]
-
-    @property
-    def wide_share(self) -> float:
-        return sum(p.wide_share for p in self.parts)
-
-    @property
-    def rel_error(self) -> float:
-        return math.hypot(*(p.share * p.rel_error for p in self.parts))
-
-    @property
-    def by_source(self) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for part in self.parts:
-            found[part.source.value] = found.get(part.source.value, 0.0) + part.share
-        return found
-
-    @property
-    def sentence(self) -> str:
-        whole = f"the busy time as a whole is known to ±{self.rel_error:.0%}"
-        wide = sorted((p for p in self.parts if p.wide_share > 0), key=lambda p: -p.wide_share)
-        if not wide:
-            return f"No launch is priced with an error above {WIDE:.0%}; {whole} (modelled)."
-        named = "; ".join(
-            f"{p.op} on {p.gpu} {p.wide_share:.0%} (±{p.rel_error:.0%}: {p.why})" for p in wide[:3]
-        )
-        more = f" and {len(wide) - 3} more" if len(wide) > 3 else ""
-        return (
-            f"{self.wide_share:.0%} of the busy time is priced with an error above {WIDE:.0%}: "
-            f"{named}{more}. Different kernels are wrong independently, so that {whole}."
-        )
+    sentence: str
 
 
 def sureness(plan: Plan) -> Sureness:
@@ -165,7 +142,25 @@ def sureness_of(priced: Iterable[tuple[Work, str, Cost, float]]) -> Sureness:
         CostShare(op, where, source, us / total, weighted / us, wide / total, why[op, where, source])
         for (op, where, source), (us, weighted, wide) in sums.items()
     ]
-    return Sureness(tuple(sorted(parts, key=lambda p: -p.share * p.rel_error)))
+    parts.sort(key=lambda p: -p.share * p.rel_error)
+    error, wide_share = math.hypot(*(p.share * p.rel_error for p in parts)), sum(p.wide_share for p in parts)
+    by_source: dict[str, float] = {}
+    for one in parts:
+        by_source[one.source.value] = by_source.get(one.source.value, 0.0) + one.share
+    return Sureness(error, wide_share, by_source, tuple(parts), _sentence(parts, error, wide_share))
+
+
+def _sentence(parts: Sequence[CostShare], error: float, wide_share: float) -> str:
+    whole = f"the busy time as a whole is known to ±{error:.0%}"
+    wide = sorted((p for p in parts if p.wide_share > 0), key=lambda p: -p.wide_share)
+    if not wide:
+        return f"No launch is priced with an error above {WIDE:.0%}; {whole} (modelled)."
+    named = "; ".join(f"{p.op} on {p.gpu} {p.wide_share:.0%} (±{p.rel_error:.0%}: {p.why})" for p in wide[:3])
+    more = f" and {len(wide) - 3} more" if len(wide) > 3 else ""
+    return (
+        f"{wide_share:.0%} of the busy time is priced with an error above {WIDE:.0%}: "
+        f"{named}{more}. Different kernels are wrong independently, so that {whole}."
+    )
 
 
 def _placed(plan: Plan) -> Iterator[tuple[Work, str, Cost, float]]:

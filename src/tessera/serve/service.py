@@ -38,9 +38,7 @@ def say(line: str) -> None:
     print(f"tessera: {line}", file=sys.stderr, flush=True)
 
 
-def _monitor(capabilities: tuple[Capability, ...]) -> Monitor | None:
-    if not capabilities:
-        return None
+def _monitor(capabilities: tuple[Capability, ...]) -> Monitor:
     window_s = max(MIN_WINDOW_S, Monitor(capabilities).window_s)
     costs = max(1, math.ceil(COST_S / window_s))
     return Monitor(capabilities, MonitorConfig(window_s=window_s, cost_windows=costs))
