@@ -25,8 +25,9 @@ sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = False, ""
 # Plans and measurements of tests, whose models have fewer layers, are not found by the user's commands.
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).resolve().parents[1] / "build" / "test-cache")
 
-# Folders whose tests start processes and sockets. They run first: they wait much and compute little, so a
-# file of them that started last would keep a core idle.
+# Folders whose tests start processes and sockets: they wait much and compute little. Their files take turns
+# with the others, so that cores are not idle, and are begun by this part of a run, so that none is the last.
+BEGUN_BY = 0.8
 TIMED = ("unit/serve", "unit/execute", "unit/compile", "unit/profile/test_measured", "cli/")
 # Reruns of tests marked `rerun` that one session may need.
 MAX_RERUNS = 3
@@ -143,8 +144,15 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Timed tests first; slow tests only with `--whole`; a test marked `rerun` is tried twice."""
-    items.sort(key=lambda item: not any(part in item.nodeid for part in TIMED))
+    """Files that wait beside files that compute; slow tests only with `--whole`; a test marked `rerun` is
+    tried twice.
+    """
+    files = dict.fromkeys(item.location[0] for item in items)
+    timed = [file for file in files if any(part in file for part in TIMED)]
+    others = [file for file in files if file not in timed]
+    turns = {file: BEGUN_BY * number / len(timed) for number, file in enumerate(timed)}
+    turns |= {file: number / len(others) for number, file in enumerate(others)}
+    items.sort(key=lambda item: (turns[item.location[0]], item.location[0]))
     can_rerun = importlib.util.find_spec("pytest_rerunfailures") is not None
     for item in items:
         if item.get_closest_marker("slow") is not None and not sampling.is_whole():
