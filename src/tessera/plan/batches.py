@@ -95,23 +95,24 @@ class BatchSearch:
             return copied
         is_free = len(batches) > 1
         first, *others = depths or [depth * len(self.cluster.devices) for depth in DEPTHS]
-        start = best_batch(partial(self._plan_merit, first), batches, ROUNDS if is_free else ())
+        start = best_batch(partial(self._plan_merit, first, 0), batches, ROUNDS if is_free else ())
         for depth in others if start else ():
             near = sorted({_even(start * share) for share in DEEPER}) if start and is_free else batches
-            best_batch(partial(self._plan_merit, depth), near, DEEPER_ROUNDS if is_free else ())
+            best_batch(partial(self._plan_merit, depth, first), near, DEEPER_ROUNDS if is_free else ())
         if not self._known:
             raise next(error for error in self._plans.values() if isinstance(error, PlanInfeasible))
         coarse = self._coarse_options(NEAR if is_free else ())
         top = max(self._merit(self.option(plan)) for plan in self._known)
         for option in coarse:  # which may have climbed further
             if self._merit(option) > top:
-                self._plan_merit(option.microbatches, max(option.batch.values()))
+                self._plan_merit(option.microbatches, 0, max(option.batch.values()))
         plans = self._known
         best = max(plans, key=lambda plan: self._merit(self.option(plan)))
         if not self.target.allows(self.option(best)):
             raise self._refusal(plans)
         if self.config.search is not QUICK:
-            full = self._plan(best.batch, best.microbatches, self.config)
+            search = replace(self.config.search, fewer_microbatches=())
+            full = self._plan(best.batch, best.microbatches, replace(self.config, search=search))
             best = max(best, full, key=lambda plan: self._merit(self.option(plan)))
         baselines = (*self.copies(batches), *coarse)
         return best, Comparison(best.policy, self.option(best), baselines, self.config.objective)
@@ -161,11 +162,14 @@ class BatchSearch:
             _scaled(option, len(cells), "tokens_per_s", "microbatches", "usd_per_hour"), batch=batch
         )
 
-    def _plan_merit(self, depth: int, batch: int) -> Merit:
+    def _plan_merit(self, depth: int, known_depth: int, batch: int) -> Merit:
+        """Microbatches up to `known_depth` are tried already."""
         if (batch, depth) not in self._plans:
             self.advance(f"planning batch {batch}")
+            fewer = tuple(num for num in QUICK.fewer_microbatches if num > known_depth)
+            quick = replace(QUICK, fewer_microbatches=fewer)
             try:
-                plan = self._plan(batch, depth, replace(self.config, search=QUICK, shown_microbatches=()))
+                plan = self._plan(batch, depth, replace(self.config, search=quick, shown_microbatches=()))
             except PlanInfeasible as error:
                 self._plans[batch, depth] = error
                 return NOTHING

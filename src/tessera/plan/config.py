@@ -66,6 +66,8 @@ class SearchConfig:
     max_rivals: int = 16
     regret_step: float = 2e-3
     num_samples: int = 200
+    # Also tried where memory is short.
+    fewer_microbatches: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16)
 
     # Device sets for cost and energy: bounded, solved, planned.
     max_bounded: int = 4096

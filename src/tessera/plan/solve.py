@@ -63,6 +63,7 @@ def solve(
     config: PlanConfig,
     simulate: Simulator | None = None,
 ) -> ir.Plan:
+    """Where memory is short, fewer requests in flight are tried too."""
     most = config.microbatches
     if most < 1:
         raise PlanInfeasible(f"{most} requests in flight do no work", "Give at least one (--microbatches).")
@@ -70,8 +71,16 @@ def solve(
     check_constraints(unit, config.constraints)
     problem = build(unit, costs, cluster, config.constraints, config.memory_share)
     is_served = config.is_served or unit.is_served
-    task = Task(problem, most, simulate, is_served, config.objective, config.planner, config.search)
-    return decide(Judge(task), config.shown_microbatches)
+
+    def task_of(num: int) -> Task:
+        return Task(problem, num, simulate, is_served, config.objective, config.planner, config.search)
+
+    task = task_of(most)
+    plans = [decide(Judge(task), config.shown_microbatches)]
+    if task.pool.is_tight and config.objective is not ir.Objective.LATENCY:
+        fewer = [num for num in config.search.fewer_microbatches if num < most]
+        plans += [decide(Judge(task_of(num)), config.shown_microbatches) for num in fewer]
+    return max(plans, key=lambda plan: objective_figure(plan, config.objective))
 
 
 def baselines(
@@ -184,6 +193,16 @@ def lane_plan(
     )
     ir.verify(plan)
     return plan
+
+
+def objective_figure(plan: ir.Plan, objective: ir.Objective) -> float:
+    if objective is ir.Objective.LATENCY:
+        return 1.0 / plan.latency_us
+    if objective is ir.Objective.COST and plan.usd_per_1k_units:
+        return 1.0 / plan.usd_per_1k_units
+    if objective is ir.Objective.ENERGY and plan.joules_per_unit:
+        return 1.0 / plan.joules_per_unit
+    return plan.simulated_per_s
 
 
 def decide(judge: Judge, shown_microbatches: Sequence[int] = (), is_part: bool = False) -> ir.Plan:

@@ -146,7 +146,7 @@ def test_more_microbatches_never_give_less() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_with_little_memory_the_plan_is_near_the_best_placement_of_all_or_above(seed: int) -> None:
+def test_with_little_memory_the_plan_is_at_least_the_best_placement_of_all(seed: int) -> None:
     """By busy time, every placement that fits enumerated."""
     rng = np.random.default_rng(seed)
     weights: dict[str, tuple[tuple[int, ...], int]] = {
@@ -159,7 +159,7 @@ def test_with_little_memory_the_plan_is_near_the_best_placement_of_all_or_above(
     fitting = [1e6 / float(c.busy_us.max()) for c in every if problem.fits((c,), 4)]
     plan = solve(*case, THROUGHPUT)
 
-    assert plan.throughput_per_s >= 0.99 * max(fitting)
+    assert plan.throughput_per_s >= max(fitting) * (1 - 1e-9)
 
 
 def test_group_that_is_too_large_for_the_largest_device_is_named() -> None:
