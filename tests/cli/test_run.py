@@ -79,7 +79,7 @@ def test_a_device_that_is_too_small_is_refused_before_anything_starts(
 
     assert 2 == _main(["run", str(folder / "small.plan")])
     assert "device emu:a100:" in (said := capsys.readouterr().err)
-    assert "more than its 1.049 MB" in said
+    assert "more than its 1.05 MB" in said
 
 
 def span(track: str, start: float, stop: float, is_transfer: bool = False) -> Span:
