@@ -3,7 +3,6 @@
 import gc
 import importlib
 import importlib.util
-import logging
 import os
 import ssl
 import sys
@@ -14,7 +13,6 @@ from typing import Any
 
 import pytest
 import typer
-from _pytest.logging import catching_logs
 
 import forked
 import sampling
@@ -81,21 +79,6 @@ def _one_trust() -> Iterator[None]:
         yield
 
 
-def _catch_at_root(caught: Any) -> logging.Handler:
-    """Enters as pytest does, except for loggers that keep to themselves: torch has forty, and they would be
-    given a handler six times a test, which takes 1.5 ms.
-    """
-    root, handler = logging.getLogger(), caught.handler
-    assert isinstance(handler, logging.Handler)
-    root.addHandler(handler)
-    caught.attached_loggers.append(root)
-    if caught.level is not None:
-        handler.setLevel(caught.level)
-        caught.orig_level = root.level
-        root.setLevel(min(root.level, caught.level))
-    return handler
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _in_short(request: pytest.FixtureRequest) -> Iterator[None]:
     """Where plans are only used, models are not built and steps are not recorded again."""
@@ -139,8 +122,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
     gc.disable()  # until tests are collected: what is imported stays
-    if hasattr(catching_logs, "attached_loggers"):  # earlier pytest takes the root alone by itself
-        catching_logs.__enter__ = _catch_at_root  # type: ignore[method-assign,assignment]
     is_whole = bool(config.getoption("--whole"))
     sampling.set_whole(is_whole)
     if importlib.util.find_spec("hypothesis") is not None:
