@@ -39,17 +39,17 @@ _BUSY, _LEAST = 200, 4
 # Those of tiled weights: of 16 rows, of more.
 _BUSY_FEW, _BUSY_MORE = 190, 128
 _MAX_SPLITS = 8
-# Rows of which each warp has 32 outputs; by more outputs than so many: columns, blocks of inputs, stages.
-FEW_ROWS, _WIDE_FEW = 8, 12_001
+# Columns, blocks of inputs and stages of few rows, by more outputs than so many; how many rows those are; the
+# same for experts; most stages on cards with less shared memory than Hopper's.
 _FEW = ((12_000, (64, 2, 3)), (4_608, (32, 4, 3)), (0, (32, 8, 4)))
+FEW_ROWS, _FEW_EXPERTS, _MODEST_STAGES = 8, (64, 2, 4), 3
 # Lines of 128 bytes of each output that are asked for before the inputs are there.
 _AHEAD = tl.constexpr(4)
 # Programs beside one another for the rows of an expert.
 TILES_EACH = 2
 # Bytes per output, row and split.
 _JOINED = 8
-# The last: on cards with less shared memory than Hopper's.
-_COLUMNS, _WARPS, _STAGES, _MODEST_STAGES = 128, 4, 4, 3
+_COLUMNS, _WARPS, _STAGES = 128, 4, 4
 _ITEM = {"int4": torch.uint8, "int8": torch.int8, "fp8": torch.uint8}
 
 
@@ -69,8 +69,8 @@ def tile_for(
     """`line`: bytes of an output's codes; `busy`: programs that are enough."""
     each = rows if experts == 1 else -(-2 * rows // experts)
     if tiled and each <= FEW_ROWS and not busy:
-        most = 0 if experts == 1 else _WIDE_FEW
-        columns, depth, stages = next(few for least, few in _FEW if max(outputs, most) > least)
+        by_outputs = next(few for least, few in _FEW if outputs > least)
+        columns, depth, stages = by_outputs if experts == 1 else _FEW_EXPERTS
         return ProductTile(FEW_ROWS, columns, 1, columns * depth // 32, stages, depth)
     tile_rows = min(max(16, triton.next_power_of_2(each)), 64)
     programs = -(-outputs // _COLUMNS) * (-(-rows // tile_rows) if experts == 1 else min(experts, rows))
@@ -142,7 +142,7 @@ def multiply(
     grid, options = (-(-outputs // tile.columns), groups, tile.splits), {
         "ROWS": tile.rows, "COLUMNS": tile.columns, "SPLITS": tile.splits, "TILES": TILES_EACH,
         "OVERLAPS": overlap, "launch_pdl": overlap, "num_warps": tile.warps,
-        "num_stages": tile.stages if overlap else min(tile.stages, _MODEST_STAGES),
+        "num_stages": tile.stages if overlap or tile.depth == 1 else min(tile.stages, _MODEST_STAGES),
     }  # fmt: skip
     if is_tiled:
         is_brain = x.dtype is not torch.float16 or weight_format == "mxfp4_tiled"

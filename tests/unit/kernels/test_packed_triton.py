@@ -263,10 +263,11 @@ ACCESSES = {
 
 
 @pytest.mark.parametrize(("form", "arch"), TARGETS)
-def test_every_access_is_proved(arch: int, form: str) -> None:
-    """What is read, what is written, nothing unknown."""
+def test_every_access_is_proved(arch: int, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read, what is written, nothing unknown; also where launches overlap."""
     codes, scales, zeros, _, block = make_weight(form, 4, 128, 384, zeros=form.startswith("int"))
     x, offsets = torch.zeros(16, 384).bfloat16(), torch.tensor([2, 4, 8, 16], dtype=torch.int32)
+    monkeypatch.setattr(packed_triton, "overlaps", lambda device: arch == 90)
     with compiled_for(arch) as kernels:
         multiply(x, codes, scales, zeros, None, offsets, form, block, ProductTile(16, 64, 2))
         if form in PLAIN:
@@ -288,3 +289,17 @@ def test_every_access_is_proved(arch: int, form: str) -> None:
             {name for name, _, write in touched if write},
         )
         assert not any(a.atomic for a in report.accesses)
+
+
+def test_weights_that_are_fetched_early_are_only_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the wait for the kernel before."""
+    codes, scales, zeros, form, block = make_weight("int4_tiled", outputs=128, columns=1024)
+    monkeypatch.setattr(packed_triton, "overlaps", lambda device: True)
+    with compiled_for(90) as kernels:
+        multiply(torch.zeros(8, 1024).bfloat16(), codes, scales, zeros, None, None, form, block)
+    (kernel,) = kernels
+    ptx = kernel.asm["ptx"]
+    (report,) = analyze(ptx)
+
+    assert 0 < ptx.index("prefetch.global.L2") < ptx.index("griddepcontrol.wait")
+    assert (True, ()) == (report.movable, report.why)
