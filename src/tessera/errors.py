@@ -1,7 +1,7 @@
 """User errors: one message with its place and remedy.
 
-Fields pass through `super().__init__`, so errors survive pickling. Any other exception that reaches the
-command line is a bug and keeps its traceback.
+`args` are the constructor's, as `Exception` sets them, so errors survive pickling. Any other exception that
+reaches the command line is a bug and keeps its traceback.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,6 @@ class TesseraError(Exception):
     """Message as `place: message. remedy`."""
 
     def __init__(self, message: str, remedy: str = "", place: str = "") -> None:
-        super().__init__(message, remedy, place)
         self.message, self.remedy, self.place = message, remedy, place
 
     def __str__(self) -> str:
@@ -28,11 +27,8 @@ class UnknownName(TesseraError):
     """The message lists the valid names."""
 
     def __init__(self, what: str, name: str, known: Iterable[str]) -> None:
-        self.what, self.name, self.known = what, name, tuple(sorted(known))
-        TesseraError.__init__(self, f"unknown {what} '{name}'; known: {', '.join(self.known)}")
-
-    def __reduce__(self) -> tuple[type["UnknownName"], tuple[str, str, tuple[str, ...]]]:
-        return UnknownName, (self.what, self.name, self.known)
+        self.args = (what, name, tuple(sorted(known)))
+        super().__init__(f"unknown {what} '{name}'; known: {', '.join(self.args[2])}")
 
 
 def check_known(what: str, name: str, known: Iterable[str]) -> None:
@@ -48,13 +44,7 @@ class MissingExtra(TesseraError):
     """An optional dependency is not installed."""
 
     def __init__(self, module: str, extra: str) -> None:
-        self.module, self.extra = module, extra
-        TesseraError.__init__(
-            self, f"this needs the package '{module}'", f"Install it: {install_line(extra)}"
-        )
-
-    def __reduce__(self) -> tuple[type["MissingExtra"], tuple[str, str]]:
-        return MissingExtra, (self.module, self.extra)
+        super().__init__(f"this needs the package '{module}'", f"Install it: {install_line(extra)}")
 
 
 def extra_module(name: str, extra: str, package: str = "") -> Any:
@@ -104,11 +94,8 @@ class LoadError(TesseraError):
     """A failed request to a server; `kind` is for counting."""
 
     def __init__(self, kind: str, message: str, remedy: str = "", place: str = "") -> None:
-        TesseraError.__init__(self, message, remedy, place)
+        super().__init__(message, remedy, place)
         self.kind = kind
-
-    def __reduce__(self) -> tuple[type["LoadError"], tuple[str, str, str, str]]:
-        return LoadError, (self.kind, self.message, self.remedy, self.place)
 
 
 class PlanInfeasible(TesseraError):

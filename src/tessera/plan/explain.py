@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tessera import ir
+from tessera.ir.units import plural
 from tessera.plan.arrays import Labels
 from tessera.plan.config import FULL
 from tessera.plan.latency import bound_us
@@ -264,7 +265,7 @@ def _remarks(plan: ir.Plan) -> Iterator[str]:
         listed = ", ".join(f"{n}: {rate / plan.simulated_per_s:.2f}x" for n, rate in plan.by_microbatches)
         yield f"With other numbers of requests in flight (simulated): {listed}."
     if plan.max_microbatches is not None:
-        yield f"Memory holds up to {_count(plan.max_microbatches, 'request')} in flight."
+        yield f"Memory holds up to {plural(plan.max_microbatches, 'request')} in flight."
     if plan.robust is not None:
         low, high = (x / plan.simulated_per_s for x in (plan.robust.p10_per_s, plan.robust.p90_per_s))
         yield (
@@ -276,10 +277,6 @@ def _remarks(plan: ir.Plan) -> Iterator[str]:
     if idle:
         yield f"Not used: {', '.join(idle)}."
     yield from (f"As asked: {constraint}." for constraint in plan.constraints)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _ms(us: float) -> str:

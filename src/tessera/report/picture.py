@@ -24,7 +24,7 @@ MAX_ROWS = 26
 # Above this many devices, idle ones are hidden.
 MAX_COLUMNS = 4
 MIN_LAUNCHES = 3
-INDEX = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
+INDEX = re.compile(r"(?:^|\.)\d+(?=\.|$)")
 COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
 MODULE_WIDTH, TIME_WIDTH = 26, 9
 MIN_WIDTH, MAX_WIDTH = 12, 26
@@ -124,33 +124,22 @@ class Layer:
 
 
 def layer_of(trace: Trace) -> Layer | None:
-    lists: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for launch, record in enumerate(trace.launches):
-        for match in INDEX.finditer(record.scope):
-            lists[record.scope[: match.start()]][int(match[1])].append(launch)
-    best: tuple[int, Layer] | None = None
-    for prefix, items in lists.items():
-        alike = _alike(trace, prefix, items)
-        covered = sum(len(items[n]) for n in alike)
-        middle = alike[len(alike) // 2]
-        if len(alike) < 2 or len(items[middle]) < MIN_LAUNCHES or (best and best[0] >= covered):
-            continue
-        best = covered, Layer(_item(prefix, middle), tuple(items[middle]), len(alike))
-    return best[1] if best else None
-
-
-def _item(prefix: str, index: int) -> str:
-    return f"{prefix}.{index}" if prefix else str(index)
-
-
-def _alike(trace: Trace, prefix: str, items: dict[int, list[int]]) -> list[int]:
-    """The largest set of items with the same kernels in their children."""
-    alike: dict[frozenset[tuple[str, int]], list[int]] = defaultdict(list)
-    for index in sorted(items):
-        scope = _item(prefix, index)
-        parts = ((_inside(trace.launches[x].scope, scope).split(".")[0], x) for x in items[index])
-        alike[frozenset((child, trace.launches[x].kernel) for child, x in parts)].append(index)
-    return max(alike.values(), key=len)
+    items: dict[str, list[int]] = defaultdict(list)
+    for number, launch in enumerate(trace.launches):
+        for match in INDEX.finditer(launch.scope):
+            items[launch.scope[: match.end()]].append(number)
+    alike: dict[object, list[str]] = defaultdict(list)
+    for scope, numbers in items.items():
+        launches = (trace.launches[number] for number in numbers)
+        kernels = frozenset((_inside(x.scope, scope).split(".")[0], x.kernel) for x in launches)
+        if len(numbers) >= MIN_LAUNCHES:
+            alike[scope.rpartition(".")[0], kernels].append(scope)
+    repeated = [scopes for scopes in alike.values() if len(scopes) > 1]
+    if not repeated:
+        return None
+    scopes = max(repeated, key=lambda scopes: sum(len(items[scope]) for scope in scopes))
+    middle = scopes[len(scopes) // 2]
+    return Layer(middle, tuple(items[middle]), len(scopes))
 
 
 def _inside(scope: str, layer: str) -> str:
