@@ -63,6 +63,10 @@ class ProductTile:
     depth: int = 1
 
 
+# Inputs that are wider than the numbers of codes: products in float32, whose operands take shared memory.
+_WIDE = ProductTile(16, 32, 1, stages=2)
+
+
 def tile_for(
     rows: int, experts: int, outputs: int, iterations: int, line: int, tiled: bool, busy: int = 0
 ) -> ProductTile:
@@ -134,8 +138,10 @@ def multiply(
     out = x.new_empty(rows, outputs)
     if not out.numel():
         return out
-    is_tiled, line = weight_format in PLAIN, codes.shape[2] * codes.itemsize
-    tile = tile or tile_for(rows, experts, outputs, -(-columns // depth), line, is_tiled)
+    is_tiled, line, blocks = weight_format in PLAIN, codes.shape[2] * codes.itemsize, -(-columns // depth)
+    is_brain = x.dtype is not torch.float16 or weight_format == "mxfp4_tiled"
+    is_wide = is_tiled and x.dtype is not (torch.bfloat16 if is_brain else torch.float16)
+    tile = tile or (_WIDE if is_wide else tile_for(rows, experts, outputs, blocks, line, is_tiled))
     overlap = overlaps(x.device)
     parts = x.new_empty(tile.splits, rows, outputs, dtype=torch.float32) if tile.splits > 1 else None
     groups = -(-rows // tile.rows) if offsets is None else TILES_EACH * experts
@@ -145,7 +151,6 @@ def multiply(
         "num_stages": tile.stages if overlap or tile.depth == 1 else min(tile.stages, _MODEST_STAGES),
     }  # fmt: skip
     if is_tiled:
-        is_brain = x.dtype is not torch.float16 or weight_format == "mxfp4_tiled"
         tiled_product[grid](
             x, codes, scales.view(torch.int32), bias, offsets, out, parts, rows, N=outputs, K=columns,
             FORMAT=PLAIN[weight_format], IS_BRAIN=is_brain, HAS_BLOCKS=weight_format == BLOCKS,

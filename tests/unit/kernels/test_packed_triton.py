@@ -291,6 +291,24 @@ def test_every_access_is_proved(arch: int, form: str, monkeypatch: pytest.Monkey
         assert not any(a.atomic for a in report.accesses)
 
 
+@pytest.mark.parametrize(
+    ("form", "dtype", "arch"),
+    [
+        ("mxfp4_tiled", torch.float16, 90),
+        ("int4_tiled", torch.float32, 80),
+        ("fp8_tiled", torch.bfloat16, 80),
+    ],
+    ids=str,
+)
+def test_tiles_fit_into_the_shared_memory_of_small_cards(form: str, dtype: torch.dtype, arch: int) -> None:
+    """An L40S has 99 KB for a program."""
+    codes, scales, zeros, _, block = make_weight(form, 1, 1024, 1024)
+    with compiled_for(arch) as kernels:
+        multiply(torch.zeros(8, 1024, dtype=dtype), codes, scales, zeros, None, None, form, block)
+
+    assert max(kernel.metadata.shared for kernel in kernels) <= 99 << 10
+
+
 def test_weights_that_are_fetched_early_are_only_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the wait for the kernel before."""
     codes, scales, zeros, form, block = make_weight("int4_tiled", outputs=128, columns=1024)
