@@ -48,8 +48,7 @@ class SearchConfig:
     min_looks: int = 6
     max_looks: int = 96
     look_launches: int = 24_000
-    shares: tuple[float, ...] = (0.125, 0.25, 0.375, 0.5)
-    # Per team and estimate; single placements to start from.
+    # Per team and list of moves; single placements to start from.
     num_moves: int = 3
     num_single: int = 3
     # Mixes simulated in full: small units, large units; launches of a large unit.

@@ -4,9 +4,9 @@ A team assigns microbatches to placements. Starts are optima of the linear progr
 single placements. Moves from the best team: another placement for one microbatch; one microbatch more or
 less.
 
-Two estimates order the moves (equal slow-down until the bottleneck keeps up; balanced shares), and a quick
-simulation rates them. Neither sees that microbatches on one device fill idle time: those moves are always
-tried. The number of moves depends only on the unit's size, so plans are reproducible.
+An estimate orders the moves (equal slow-down until the bottleneck keeps up), and a quick simulation rates
+them. It does not see that microbatches on one device fill idle time: those moves are always tried. The number
+of moves depends only on the unit's size, so plans are reproducible.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tessera.plan.arrays import Floats, Ints
+from tessera.plan.arrays import Ints
 from tessera.plan.pricing import throughput
 from tessera.plan.problem import Column, Mix, microbatch_counts
 from tessera.plan.search.task import Task
@@ -137,9 +137,8 @@ class Search:
     def _moves(self, team: Counter[Column]) -> Iterator[list[Counter[Column]]]:
         columns = [self._canonical(c) for c in self.task.pool.columns]
         busy, path = np.array([c.busy_us for c in columns]), np.array([c.path_us for c in columns])
-        is_whole = [int(c.labels.min()) == int(c.labels.max()) for c in columns]
+        whole = [i for i, c in enumerate(columns) if c.labels.min() == c.labels.max()]
         alike: list[tuple[float, Counter[Column]]] = []
-        balanced: list[tuple[float, Counter[Column]]] = []
         filled: list[tuple[float, Counter[Column]]] = []
         is_full = sum(team.values()) >= self.task.microbatches
         for given_up in (*team, *(() if is_full else (None,))):
@@ -147,29 +146,13 @@ class Search:
             own = sum(n / c.path_us for c, n in kept.items())
             base = sum((n / c.path_us * c.busy_us for c, n in kept.items()), np.zeros(busy.shape[1]))
             slowed = (own + 1 / path) / np.maximum(1.0, (base + busy / path[:, None]).max(axis=1))
-            even = self._balanced(kept, own, base, busy, path)
-            for figures, found in ((slowed, alike), (even, balanced)):
-                best = np.argsort(-figures, kind="stable")[: 4 * self.task.config.num_moves].tolist()
-                found += [(float(figures[i]), kept + Counter([columns[i]])) for i in best]
-            filled += [
-                (float(slowed[i]), kept + Counter([columns[i]])) for i, whole in enumerate(is_whole) if whole
-            ]
+            best = np.argsort(-slowed, kind="stable")[: 4 * self.task.config.num_moves].tolist()
+            for chosen, found in ((whole, filled), (best, alike)):
+                found += [(float(slowed[i]), kept + Counter([columns[i]])) for i in chosen]
             if kept:
                 alike.append((own / max(1.0, float(base.max())), kept))
-        for listed in (filled, balanced, alike):
+        for listed in (filled, alike):
             yield [team for _, team in sorted(listed, key=lambda x: -x[0])]
-
-    def _balanced(
-        self, kept: Counter[Column], own: float, base: Floats, busy: Floats, path: Floats
-    ) -> Floats:
-        if not kept:
-            return np.asarray(np.minimum(1.0 / busy.max(axis=1), self.task.microbatches / path))
-        best = np.zeros(len(path))
-        for share in self.task.config.shares:
-            period = ((1 - share) * base / own + share * busy).max(axis=1)
-            taken = (1 - share) * sum(kept.values()) / own + share * path
-            best = np.maximum(best, np.minimum(1.0 / period, self.task.microbatches / taken))
-        return best
 
 
 def _key(team: Counter[Column]) -> TeamKey:
