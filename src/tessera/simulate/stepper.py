@@ -117,7 +117,6 @@ class VirtualStepper:
         self._moved: Counter[tuple[str, str]] = Counter()
         # By (lane, step before, its scale, step, scale).
         self._known: dict[tuple[int, int, float, int, float], tuple[Work, ...]] = {}
-        self._busy_s: dict[Work, dict[str, float]] = {}
         self._agenda: list[tuple[float, int, Callable[[], stepper.Event | None]]] = []
         self._order = count()
         for loss in faults.losses:
@@ -251,15 +250,10 @@ class VirtualStepper:
 
     def _done(self, microbatch: int) -> stepper.StepDone:
         here = self._open[microbatch]
-        call, work = here.call, here.works[-1]
+        call, (script, scale) = here.call, here.works[-1]
         assert call is not None, "what ends was started"
-        busy_s = self._busy_s.get(work)
-        if busy_s is None:
-            script, scale = work
-            busy_s = {
-                name: us * scale * 1e-6 for name, us in zip(self._names, script.device_us, strict=True) if us
-            }
-            self._busy_s[work] = busy_s
+        named_us = zip(self._names, script.device_us, strict=True)
+        busy_s = {name: us * scale * 1e-6 for name, us in named_us if us}
         seconds = (self.machine.now_us - here.since_us) * 1e-6
         here.is_running = False
         if here.queued is not None:
