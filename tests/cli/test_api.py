@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,19 +79,35 @@ def test_llm_refuses_in_one_line(llm: tessera.LLM) -> None:
         tessera.LLM("tiny-llama", max_len=5)
 
 
-def test_llm_ends_its_workers_with_the_program(tmp_path: Path) -> None:
-    """A program without `if __name__ == "__main__"` that never closes."""
+# No `if __name__ == "__main__"`, and nothing is closed.
+SCRIPT = f"""
+import multiprocessing, tessera, torch
+from tessera.compile import backend
+llm = tessera.LLM("tiny-llama", devices="cpu", **{SMALL!r})
+print(llm.generate(["a"], max_tokens=4, temperature=0.0)[0].output_tokens)
+model = torch.nn.Linear(8, 8)
+fn = torch.compile(model, backend=backend, options={{"devices": "emu:a100"}})
+with torch.no_grad():
+    print(torch.equal(fn(torch.ones(2, 8)), model(torch.ones(2, 8))))
+print(*(p.pid for p in multiprocessing.active_children()))
+"""
+
+
+def test_a_script_ends_the_workers_of_an_llm_and_of_a_compiled_function(tmp_path: Path) -> None:
+    """Workers do not import the script that started them, and end with it."""
     script = tmp_path / "batch.py"
-    script.write_text(
-        "import tessera\n"
-        f"llm = tessera.LLM('tiny-llama', devices='cpu', **{SMALL!r})\n"
-        "print(llm.generate(['a'], max_tokens=4, temperature=0.0)[0].output_tokens)\n"
-    )
+    script.write_text(SCRIPT)
     with tessera.LLM("tiny-llama", devices="cpu", **SMALL):
         pass  # its plans are kept: the program needs no libraries that build models
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
-    assert (0, "4\n") == (done.returncode, done.stdout), done.stderr
+    assert (0, ["4", "True"]) == (done.returncode, done.stdout.splitlines()[:2]), done.stderr
     assert "Traceback" not in done.stderr
+    pids = done.stdout.splitlines()[2].split()
+    assert 2 == len(pids)
+    deadline = time.monotonic() + 10
+    while (left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
 
 
 def test_plan_is_a_record(found: tessera.ModelPlan, tmp_path: Path) -> None:

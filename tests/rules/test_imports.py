@@ -4,6 +4,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+# A worker, and what a service has besides: torch is imported once.
+STARTS = """
+import sys
+from tessera.execute.launcher import find_operator
+find_operator("tessera.paged_attention.default")
+print([name for name in sys.modules if name.startswith("tessera.capture")])
+import tessera.serve.app, tessera.serve.rehearse, tessera.cli.start
+print([name for name in ("transformers", "scipy", "torch._dynamo", "tessera.flow") if name in sys.modules])
+"""
+
+
+@pytest.fixture(scope="module")
+def starts() -> list[str]:
+    """What a worker imports that it need not, and a service."""
+    done = subprocess.run([sys.executable, "-c", STARTS], capture_output=True, text=True, check=False)
+    assert 0 == done.returncode, done.stderr
+    return done.stdout.splitlines()
+
 
 def test_stages_never_import_torch() -> None:
     """Planning works on a laptop: importing these stages does not import torch."""
@@ -39,6 +59,16 @@ def test_help_does_not_import_torch() -> None:
     )
 
     assert 0 == subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode
+
+
+def test_a_worker_finds_the_operator_of_a_trace_by_its_name(starts: list[str]) -> None:
+    """It imports nothing of capture for it."""
+    assert "[]" == starts[0]
+
+
+def test_a_start_by_kept_plans_imports_no_model_code(starts: list[str]) -> None:
+    """What builds and plans takes longer to import than all the rest."""
+    assert "[]" == starts[1]
 
 
 def test_stages_meet_only_in_ir() -> None:

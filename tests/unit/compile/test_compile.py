@@ -6,10 +6,7 @@ import importlib.metadata
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -387,33 +384,6 @@ def test_a_wrong_value_names_its_option(options: dict[str, Any], place: str) -> 
         compiled(lambda x: x + 1, options)(torch.ones(2))
 
     assert caught.value.place == place
-
-
-SCRIPT = """
-import multiprocessing, torch
-from tessera.compile import backend
-torch.set_num_threads(1)
-model = torch.nn.Linear(8, 8)
-fn = torch.compile(model, backend=backend, options={"devices": "emu:a100"})
-with torch.no_grad():
-    assert torch.equal(fn(torch.ones(2, 8)), model(torch.ones(2, 8)))
-print(*(p.pid for p in multiprocessing.active_children()))
-"""
-
-
-def test_a_script_without_a_main_guard_runs_and_leaves_nothing(tmp_path: pytest.TempPathFactory) -> None:
-    """Workers do not import the script that started them, and end with it."""
-    script = os.path.join(str(tmp_path), "script.py")
-    with open(script, "w", encoding="utf-8") as file:
-        file.write(SCRIPT)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
-    assert 0 == done.returncode, done.stderr
-    (pid,) = map(int, done.stdout.split())
-    deadline = time.monotonic() + 10
-    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
-        time.sleep(0.05)
-
-    assert not os.path.exists(f"/proc/{pid}")
 
 
 def test_the_entry_point_names_the_backend() -> None:

@@ -37,6 +37,7 @@ from tessera.serve.text import ByteText
 SIZES: dict[str, Any] = {"microbatches": 2, "rows": 2, "capacity": 32, "max_batch_tokens": 8}
 PAIR = "cuda:0/as=a100,cuda:0/as=l40s"
 CROSSING = "attention-ffn"
+POLICIES = {"cuda:0": ("single",), PAIR: ("data-parallel", "prefill-decode", CROSSING)}
 CARD = Card("NVIDIA H200", 141 << 30, 132)
 
 
@@ -54,14 +55,10 @@ def make_devices(text: str) -> Cluster:
 
 
 @functools.cache
-def prepare(text: str, *policies: str) -> Prepared:
+def prepare(text: str) -> Prepared:
     """The tiny Llama, captured operator by operator."""
-    return planning.prepare(
-        "tiny-llama",
-        make_devices(text),
-        ServeSpec(**SIZES, load=Load(8, 3), policies=policies or ("single",), effort="quick"),
-        is_compiled=False,
-    )
+    spec = ServeSpec(**SIZES, load=Load(8, 3), policies=POLICIES[text], effort="quick")
+    return planning.prepare("tiny-llama", make_devices(text), spec, is_compiled=False)
 
 
 def asks() -> list[Ask]:
@@ -98,9 +95,8 @@ def answers(
 @pytest.mark.parametrize("transport", ["ipc", pytest.param("host", marks=pytest.mark.slow)])
 def test_a_service_on_dilated_devices_answers_as_the_model_does(transport: str) -> None:
     """Random requests at once, beside one another, moved, and under a policy that crosses in every layer."""
-    policies = ("data-parallel", "prefill-decode", CROSSING)
-    with working(prepare(PAIR, *policies), transport=transport) as local:
-        for policy in policies:
+    with working(prepare(PAIR), transport=transport) as local:
+        for policy in POLICIES[PAIR]:
             assert wanted() == [told.what for told in answers(local, policy)]
         assert any(local.stepper.use().moved.values())
 
@@ -135,7 +131,7 @@ def test_forms_are_answered_by_steps_whose_masks_follow(
     noting(CudaWorker, "_give", "masks")
     noting(Runs, "start", "order")
     noting(SequenceBatch, "late_inputs", "compute")
-    with working(prepare(text, policy)) as local:
+    with working(prepare(text)) as local:
         found = [told.what for told in answers(local, policy, of=asked)]
 
     assert wanted_of(asked) == found
@@ -178,10 +174,9 @@ def test_a_gpu_that_fails_is_started_again_and_the_answers_come(
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return finish(self)
 
-    coarse = (CROSSING,) if text == PAIR else ()
-    with working(prepare(text, *coarse)) as local:
+    with working(prepare(text)) as local:
         monkeypatch.setattr(ShareGraph, "finish", fail_once)
-        told = answers(local, coarse[0] if coarse else "single", heard)
+        told = answers(local, POLICIES[text][-1], heard)
 
         assert wanted() == [one.what for one in told]
         assert 1 <= sum(status.restarts for status in local.stepper.use().devices.values())
@@ -213,11 +208,10 @@ def test_the_benchmark_of_arrivals_serves_the_same_requests_for_real_and_virtual
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3]))
     from benchmarks.gpu_services import arrived, parsed
 
-    with working(prepare(PAIR, CROSSING)) as local:
-        plan = local.prepared.policies[0]
-        with Service(
-            local.stepper, local.prepared.policies, local.prepared.model.shape, ByteText()
-        ) as service:
+    with working(prepare(PAIR)) as local:
+        plans, shape = local.prepared.policies, local.prepared.model.shape
+        plan = next(plan for plan in plans if plan.policy == CROSSING)
+        with Service(local.stepper, plans, shape, ByteText(), policy=CROSSING) as service:
             found = arrived(parsed(["--out", "OUT", "--seconds", "0.1"]), plan, service, 0.5, 100.0)
 
     assert 8 <= found["requests"]

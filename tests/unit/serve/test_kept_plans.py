@@ -3,8 +3,6 @@
 import os
 import random
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -123,16 +121,6 @@ def test_a_little_more_or_less_memory_finds_the_same_plans() -> None:
     assert 0.96 * 139e9 < steady(139e9) <= 139e9
     assert steady(139e9) == steady(139e9 - 2**20)
     assert steady(139e9) != steady(100e9)
-
-
-def test_a_start_by_kept_plans_imports_no_model_code() -> None:
-    """What builds and plans takes longer to import than all the rest."""
-    code = (
-        "import sys, tessera.serve.app, tessera.serve.rehearse, tessera.cli.start; "
-        "sys.exit(str({'transformers', 'scipy', 'torch._dynamo', 'tessera.flow'} & sys.modules.keys() or ''))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stderr.strip() == ""
 
 
 def test_what_was_chosen_is_said_in_three_lines(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def attributes_kept(
             f"{path}.{key}" if path else key: value
             for path, part in parts.items()
             for key, value in vars(part).items()
-            if isinstance(value, torch.Tensor) and value is not before[path].get(key)
+            if value is not before[path].get(key) and isinstance(value, torch.Tensor)
         }
 
     try:

@@ -29,7 +29,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from tessera.capture.models import generic
 from tessera.capture.models.examples import tokens as make_tokens
@@ -217,12 +216,16 @@ class _Widened(TorchFunctionMode):
     """A weight is widened where it is used."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map(_widened, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        return func(*_widened(args), **_widened(kwargs or {}))
 
 
 def _widened(given: Any) -> Any:
-    if type(given) in (torch.Tensor, torch.nn.Parameter):  # packed weights widen in their products
+    kind = type(given)
+    if kind in (tuple, list):
+        return kind(map(_widened, given))
+    if kind is dict:
+        return {name: _widened(value) for name, value in given.items()}
+    if kind in (torch.Tensor, torch.nn.Parameter):  # packed weights widen in their products
         return given.float() if given.dtype in HALF_TYPES else given
     return torch.float32 if isinstance(given, torch.dtype) and given in HALF_TYPES else given
 
