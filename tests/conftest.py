@@ -24,6 +24,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = False, ""
 # Plans and measurements of tests, whose models have fewer layers, are not found by the user's commands.
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).resolve().parents[1] / "build" / "test-cache")
+# Kernels are found again in one place. Inductor moves Triton's from its first compilation in a process on, so
+# that a later run, whose processes have other files, would compile them again.
+os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
 
 # Folders whose tests start processes and sockets: they wait much and compute little. Their files take turns
 # with the others, so that cores are not idle, and are begun by this part of a run, so that none is the last.

@@ -134,6 +134,10 @@ def test_the_process_of_a_killed_server_ends_itself() -> None:
     with subprocess.Popen(command, pass_fds=(there.fileno(),)) as child:
         here.send_bytes(forever.encode())
         here.send_bytes(b"{}")
+        time.sleep(0.5)
+        child.send_signal(signal.SIGSTOP)  # the time passes without it
+        time.sleep(templates.ALARM_S)
+        child.send_signal(signal.SIGCONT)
 
         assert child.wait(4.0 * templates.ALARM_S) == -signal.SIGALRM
 
