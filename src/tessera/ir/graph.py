@@ -10,10 +10,12 @@ step's sizes, and recordings that differ otherwise are refused. Interpolated tra
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from functools import cached_property, partial
+from functools import cached_property
 from math import lcm
 from operator import mul
 from typing import Any
+
+import msgspec
 
 from tessera.errors import MismatchError, TesseraError
 from tessera.ir.trace import BufferKind, Step, Trace
@@ -191,46 +193,72 @@ class StepFamily:
 
     @cached_property
     def _blend(self) -> "_Blend":
-        return _blend(self.recordings) or (lambda factors, whole: self.recordings[0])
+        return _Blend(self.recordings)
 
 
-# Factors of each recording's growth, and what to divide by -> value.
-_Blend = Callable[[Sequence[int], int], Any]
+# Factors of each recording's growth, what to divide by, and the parts that are made already -> value.
+_Make = Callable[[Sequence[int], int, Sequence[Any]], Any]
 
 
-def _blend(values: Sequence[Any], *path: Any) -> _Blend | None:
-    """`values`: one of each recording. None: they are equal."""
-    one = values[0]
-    if any(type(other) is not type(one) for other in values):
-        raise _Uneven(*path)
-    if all(other == one for other in values[1:]):
-        return None
-    if type(one) is int:
-        return partial(_grown, one, tuple(other - one for other in values[1:]), path)
-    names: Sequence[Any] = getattr(type(one), "__match_args__", ())  # a dataclass or a Struct
-    rows: Sequence[Sequence[Any]]
-    if names and not isinstance(one, tuple):
-        rows = [[getattr(value, name) for value in values] for name in names]
-    elif isinstance(one, tuple) and len({len(value) for value in values}) == 1:
-        names, rows = range(len(one)), list(zip(*values, strict=True))
-    else:
-        raise _Uneven(*path)
-    blends = [_blend(row, *path, name) for name, row in zip(names, rows, strict=True)]
-    varying = [(number, blend) for number, blend in enumerate(blends) if blend is not None]
-    first = [row[0] for row in rows]
+class _Blend:
+    """Equal parts, which the layers of a model have, are made once."""
 
-    def made(factors: Sequence[int], whole: int) -> Any:
-        found = first.copy()
-        for number, blend in varying:
-            found[number] = blend(factors, whole)
-        return tuple(found) if isinstance(one, tuple) else type(one)(*found)
+    def __init__(self, recordings: Sequence[Graph]) -> None:
+        self._one = recordings[0]
+        self._makes: list[_Make] = []
+        self._known: dict[tuple[type, bytes], int] = {}
+        self._find(recordings)
 
-    return made
+    def __call__(self, factors: Sequence[int], whole: int) -> Any:
+        made: list[Any] = [self._one]
+        for make in self._makes:
+            made.append(make(factors, whole, made))
+        return made[-1]
+
+    def _find(self, values: Sequence[Any], *path: Any) -> int | None:
+        """Place of what is made of these values, one of each recording. None: they are equal."""
+        one = values[0]
+        if any(type(other) is not type(one) for other in values):
+            raise _Uneven(*path)
+        if all(other == one for other in values[1:]):
+            return None
+        key = type(one), msgspec.msgpack.encode(values)
+        if key not in self._known:
+            make = _grow(values, path) if type(one) is int else self._join(values, path)
+            self._makes.append(make)
+            self._known[key] = len(self._makes)
+        return self._known[key]
+
+    def _join(self, values: Sequence[Any], path: Sequence[Any]) -> _Make:
+        one = values[0]
+        names: Sequence[Any] = getattr(type(one), "__match_args__", ())  # a dataclass or a Struct
+        rows: Sequence[Sequence[Any]]
+        if names and not isinstance(one, tuple):
+            rows = [[getattr(value, name) for value in values] for name in names]
+        elif isinstance(one, tuple) and len({len(value) for value in values}) == 1:
+            names, rows = range(len(one)), list(zip(*values, strict=True))
+        else:
+            raise _Uneven(*path)
+        places = [self._find(row, *path, name) for name, row in zip(names, rows, strict=True)]
+        varying = [(number, place) for number, place in enumerate(places) if place is not None]
+        first = [row[0] for row in rows]
+
+        def joined(factors: Sequence[int], whole: int, made: Sequence[Any]) -> Any:
+            found = first.copy()
+            for number, place in varying:
+                found[number] = made[place]
+            return tuple(found) if isinstance(one, tuple) else type(one)(*found)
+
+        return joined
 
 
-def _grown(one: int, growth: Sequence[int], path: Sequence[Any], factors: Sequence[int], whole: int) -> int:
-    grown: int
-    grown, rest = divmod(sum(map(mul, growth, factors)), whole)
-    if rest:
-        raise _Uneven(*path)
-    return one + grown
+def _grow(values: Sequence[int], path: Sequence[Any]) -> _Make:
+    one, growth = values[0], tuple(other - values[0] for other in values[1:])
+
+    def grown(factors: Sequence[int], whole: int, made: Sequence[Any]) -> int:
+        more, rest = divmod(sum(map(mul, growth, factors)), whole)
+        if rest:
+            raise _Uneven(*path)
+        return one + more
+
+    return grown
