@@ -255,7 +255,7 @@ class _Blend:
 def _grow(values: Sequence[int], path: Sequence[Any]) -> _Make:
     one, growth = values[0], tuple(other - values[0] for other in values[1:])
 
-    def grown(factors: Sequence[int], whole: int, made: Sequence[Any]) -> int:
+    def grown(factors: Sequence[int], whole: int, made: Sequence[Any]) -> Any:
         more, rest = divmod(sum(map(mul, growth, factors)), whole)
         if rest:
             raise _Uneven(*path)
