@@ -90,20 +90,22 @@ def _shifts_little(at: Atoms, x: Poly, y: Poly) -> bool:
 
 
 def bit_or(at: Atoms, x: Poly, y: Poly, bits: int) -> Poly:
-    """A sum if no bit is set in both."""
-    mask_x, mask_y = at.mask(x), at.mask(y)
-    if mask_x >= 0 and mask_y >= 0 and mask_x & mask_y == 0:
+    """A sum if no bit is set in both; else a multiple of the common unit."""
+    if at.mask(x) & at.mask(y) == 0:
         return recombine(at, add(x, y))
-    if (at.taint(x) or at.taint(y)) and _shifts_little(at, x, y):
+    if not at.taint(x) and not at.taint(y):
+        return at.op("or", bits, x, y)
+    if _shifts_little(at, x, y):
         return sub(add(x, y), bit_and(at, x, y, bits))
-    return at.op("or", bits, x, y)
+    unit = min(c & -c for c in (*x.values(), *y.values()))
+    x, y = ({m: c // unit for m, c in poly.items()} for poly in (x, y))
+    return scale(at.op("or", bits, x, y), unit, bits)
 
 
 def bit_xor(at: Atoms, x: Poly, y: Poly, bits: int) -> Poly:
     if constant_of(y) in (-1, (1 << bits) - 1):
         return add(scale(x, -1, bits), const(-1))
-    mask_x, mask_y = at.mask(x), at.mask(y)
-    if mask_x >= 0 and mask_y >= 0 and mask_x & mask_y == 0:
+    if at.mask(x) & at.mask(y) == 0:
         return add(x, y)
     if (at.taint(x) or at.taint(y)) and _shifts_little(at, x, y):
         return sub(add(x, y), scale(bit_and(at, x, y, bits), 2))

@@ -17,6 +17,7 @@ from tessera_ptx.poly import BOTTOM, Poly, Value, const
 from tessera_ptx.scan import MemoryAccess, scan
 from tessera_ptx.syntax import (
     Function,
+    Guard,
     Imm,
     Instruction,
     Mem,
@@ -214,7 +215,7 @@ class Nodes:
         info = node.info = self.scan.infos[index]
         assert info is not None
         name = node.key if isinstance(node.key, str) else node.key[1]
-        if instruction.guard is not None and not isinstance(node.key, str):
+        if not isinstance(node.key, str) and not self._is_certain(index, instruction.guard):
             old = self.defs.reaching(index, name)
             if old is not None:
                 node.old = self._node(old)
@@ -225,6 +226,14 @@ class Nodes:
             self._connect_load(node, instruction, info)
         elif not info.scalar and (info.rule is not None or info.form is not None):
             self._connect_sources(node, instruction)
+
+    def _is_certain(self, index: int, guard: Guard | None) -> bool:
+        """No guard, or one that was set to true."""
+        key = None if guard is None or guard.negated else self.defs.reaching(index, guard.reg.name)
+        if key is None or (isinstance(key, tuple) and key[0] != "def"):
+            return guard is None
+        setting = self.flat.body[key[2] if isinstance(key, tuple) else self.scan.defs[key][0]]
+        return setting.guard is None and setting.op.name == "mov" and setting.operands[1] == Imm(-1)
 
     def _connect_sources(self, node: Node, instruction: Instruction) -> None:
         for operand in instruction.operands[1 : 1 + _SOURCES.get(instruction.op.name, 8)]:

@@ -202,27 +202,20 @@ class Atoms:
         return ends if coeff >= 0 else (ends[1], ends[0])
 
     def mask(self, poly: Poly) -> int:
-        """Bits that may be set in a non-negative polynomial, else -1."""
+        """Bits that may be set; negative if there is no highest one."""
         total = 0
         for mono, coeff in poly.items():
-            bits = coeff
-            if mono:
-                if len(mono) > 1 or coeff <= 0 or coeff & (coeff - 1):
-                    return self._bound_mask(poly)
-                bits = self.atoms[mono[0]].mask
-                if bits < 0:
-                    return -1
-                bits *= coeff
-            if coeff < 0 or bits & total:
+            bits = self.atoms[mono[0]].mask * coeff if mono else coeff
+            if len(mono) > 1 or (mono and coeff & (coeff - 1)) or bits < 0 or bits & total:
                 return self._bound_mask(poly)
             total |= bits
         return total
 
     def _bound_mask(self, poly: Poly) -> int:
         low, high = self.range(poly)
-        if low is None or high is None or low < 0:
-            return -1
         zeros = min((coeff & -coeff) for coeff in poly.values()) if poly else 1
+        if low is None or high is None or low < 0:
+            return -zeros
         return ((1 << high.bit_length()) - 1) & -zeros
 
     def level(self, poly: Poly) -> int:

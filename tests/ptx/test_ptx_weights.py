@@ -77,6 +77,43 @@ def test_a_product_of_unknowns_beside_a_pointer_is_an_index(index: str) -> None:
     assert {0: "w", 1: "r"} == flags(report)
 
 
+TRUE = "mov.pred %p5, -1; mov.u64 %rd30, 0; @%p5 ld.global.u64 %rd30, [%rd12];\n"
+
+
+@pytest.mark.parametrize(
+    "offset",
+    [
+        "shl.b64 %rd41, %rd30, 9; and.b64 %rd42, %rd31, 508; or.b64 %rd43, %rd41, %rd42;",
+        "shl.b64 %rd41, %rd30, 13; shl.b64 %rd42, %rd31, 9; or.b64 %rd43, %rd41, %rd42;",
+        "shl.b64 %rd41, %rd30, 13; shl.b64 %rd42, %rd31, 9; xor.b64 %rd43, %rd41, 256;",
+    ],
+)
+def test_shifted_indices_joined_by_bits_are_no_base(offset: str) -> None:
+    """`p[page << 9 | place]` with no bound of either; a load under a true guard has one value."""
+    report = report_of(
+        pointers(0, 1)
+        + TRUE
+        + "ld.global.u64 %rd31, [%rd12 + 8];"
+        + offset
+        + "add.s64 %rd44, %rd11, %rd43; st.global.u32 [%rd44], %r1;"
+    )
+
+    assert report.movable
+    assert {0: "w", 1: "r"} == flags(report)
+
+
+def test_a_pointer_joined_from_bits_of_loads_is_one() -> None:
+    """`lo | hi << 32`, with an index beside it, stays unknown."""
+    report = report_of(
+        pointers(0, 1)
+        + TRUE
+        + "ld.global.u64 %rd31, [%rd12 + 8]; shl.b64 %rd41, %rd31, 32; or.b64 %rd43, %rd30, %rd41;"
+        + "st.global.u32 [%rd43], %r1;"
+    )
+
+    assert not report.movable
+
+
 def test_a_distance_rounded_to_an_unknown_multiple_leads_to_either_end() -> None:
     """`p + (q - p) / n * n` may be near q, or p itself where n is large."""
     report = report_of(

@@ -44,6 +44,7 @@ CONFIG: dict[str, Any] = {
     "inplace_buffers": False,
     "cpp_wrapper": False,
     "triton.cudagraphs": False,
+    "combo_kernels": True,
 }
 
 
