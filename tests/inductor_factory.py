@@ -42,7 +42,8 @@ class Reader(torch.nn.Module):
         self.words = torch.nn.Embedding(WORDS, WIDTH)
         self.norm = torch.nn.RMSNorm(WIDTH)
         self.blocks = torch.nn.ModuleList([Block(), Block(), Block(), Block(0.5)])
-        self.out = torch.nn.Linear(WIDTH, WORDS)
+        self.wide, self.narrow = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH // 2)
+        self.out, self.more = torch.nn.Linear(WIDTH, WORDS), torch.nn.Linear(WIDTH // 2, WORDS)
 
     def forward(self, tokens: torch.Tensor, places: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         """Scores of the next word; `seen` is updated in place."""
@@ -54,7 +55,8 @@ class Reader(torch.nn.Module):
         x = (weights[:, None] @ seen)[:, 0] + x
         for block in self.blocks:
             x = block(x)
-        made: torch.Tensor = self.out(x)
+        wide, narrow = self.wide(x).sin(), self.narrow(x).cos()  # neither waits for the other
+        made: torch.Tensor = self.out(wide) + self.more(narrow)
         return made
 
 

@@ -70,6 +70,13 @@ def test_proved_accesses_cover_the_bytes_really_touched() -> None:
                 assert not (mask & ~covered).any(), (index, buffer, flag)
 
 
+def test_kernels_that_do_not_wait_for_one_another_are_one_launch() -> None:
+    """Two sizes, each the input of a product of its own."""
+    together = trace().launches[triton_launches()[-2]]
+
+    assert 2 == len({a.buffer for a in together.accesses if a.write})
+
+
 def test_nothing_is_immovable() -> None:
     """Every kernel of the step is proved."""
     assert [] == [x.immovable for x in trace().launches if x.immovable]
