@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from tessera.plan.arrays import Floats, Holdings, Ints, Labels
 from tessera.plan.config import FULL, SearchConfig
-from tessera.plan.pricing.elimination import Elimination, elimination
+from tessera.plan.pricing.elimination import Elimination
 from tessera.plan.problem import Problem
 
 # SciPy adds two opposite 32-bit capacities.
@@ -171,7 +171,7 @@ class Pricer:
     @cached_property
     def _elimination(self) -> Elimination:
         prob = self.problem
-        return elimination(prob.num_nodes, prob.num_devices, prob.values, self.config.max_entries)
+        return Elimination(prob.num_nodes, prob.num_devices, prob.values, self.config.max_entries)
 
     def _by_swaps(self, choices: PricedChoices, starts: Sequence[Labels]) -> Labels:
         prob = self.problem
