@@ -9,22 +9,21 @@ fullest device's shortage; above zero it proves that nothing fits. Temporaries a
 a small gap or after an amount of work, never by time: a slow machine finds the same placement.
 """
 
+from typing import Any
+
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
-from scipy.sparse import coo_array
+from scipy.sparse import block_array, coo_array, eye_array, kron
 
 from tessera.errors import PlanInfeasible
 from tessera.ir import units
-from tessera.plan.arrays import Floats, Holdings, Ints, Labels
+from tessera.plan.arrays import Bools, Floats, Holdings, Ints, Labels
 from tessera.plan.problem import Column, Problem
 
 # Relative gap below the error of costs; entries times nodes that end a search; entries of a program whose
 # first node takes a minute.
 GAP = 1e-3
 MAX_WORK, MAX_ENTRIES = 1_000_000, 100_000
-
-Entries = tuple[Ints, Ints, Floats]
-Limited = tuple[coo_array, float | Floats]
 
 
 def best_placement(problem: Problem, microbatches: int = 1) -> tuple[Column, float] | None:
@@ -33,26 +32,27 @@ def best_placement(problem: Problem, microbatches: int = 1) -> tuple[Column, flo
     if num == 1:
         only = problem.alone(0)
         return only, float(only.busy_us.max())
-    pairs = [(s, d) for s in range(num) for d in range(num) if s != d]
+    src, dst = np.nonzero(~np.eye(num, dtype=np.bool_))
     vals, held = problem.values, problem.resident(microbatches)
-    num_x, num_w, num_h = nodes * num, len(vals) * len(pairs), len(held.num_bytes) * num
-    size = num_x + num_w + num_h + 1
     scale = float(problem.load_us.sum(axis=0).min())
-    upper = np.ones(size)
-    upper[-1] = np.inf
-    if problem.allowed is not None:
-        upper[:num_x] = problem.allowed.ravel()
-    crossing = _rows(_crossings(problem, pairs, num_x), len(vals.pin_value) * len(pairs), size)
-    busy = _rows(_loads(problem, pairs, num_x, scale, size - 1), num + num * num, size)
-    found = _solved(
-        _placed(nodes, num, size),
-        [(crossing, 1.0), (busy, 0.0), *_within_memory(problem, held, held.pin_node, num_x + num_w, size)],
-        Bounds(0.0, upper),
-        num_x,
-    )
+    producer, reader = _one_hot(vals.producer[vals.pin_value], nodes), _one_hot(vals.pin_node, nodes)
+    crosses = kron(_one_hot(vals.pin_value, len(vals)), eye_array(len(src)))
+    both = kron(producer, _one_hot(src, num)) + kron(reader, _one_hot(dst, num))
+    num_busy = num + num * num
+    load = _sums(problem.load_us / scale, np.arange(num), num_busy)
+    wire = _sums(problem.wire_us[:, src, dst] / scale, num + problem.link_row[src * num + dst], num_busy)
+    reads, holds, full, room = _memory(problem, held, _one_hot(held.pin_node, nodes))
+    rows = [
+        [both, -crosses, None, None],
+        [load, wire, None, -np.ones((num_busy, 1))],
+        [reads, None, -holds, None],
+        [None, None, full, None],
+    ]
+    upper = np.concatenate([np.ones(both.shape[0]), np.zeros(num_busy + reads.shape[0]), room])
+    found = _solved(rows, upper, problem.allowed, nodes, num)
     if found is None or found.x is None:
         return None
-    labels = found.x[:num_x].reshape(nodes, num).argmax(axis=1).astype(np.int64)
+    labels = found.x[: nodes * num].reshape(nodes, num).argmax(axis=1).astype(np.int64)
     return problem.column(labels), float(found.mip_dual_bound or 0.0) * scale
 
 
@@ -60,108 +60,64 @@ def roomiest(problem: Problem) -> tuple[Column, float]:
     """The least shortage for one request, and its proved minimum: bytes of the fullest device, without
     temporaries.
     """
-    held = problem.resident(1.0)
+    held, num = problem.resident(1.0), problem.num_devices
     load = problem.load_us if problem.allowed is None else np.where(problem.allowed, problem.load_us, np.inf)
     labels: Labels = load.argmin(axis=1).astype(np.int64)  # devices without residents
     nodes, at = np.unique(held.pin_node, return_inverse=True)
     if not len(nodes):
         return problem.column(labels), -float(problem.memory_bytes.min())
-    num = problem.num_devices
-    num_x = len(nodes) * num
-    size = num_x + len(held.num_bytes) * num + 1
-    lower, upper = np.zeros(size), np.ones(size)
-    lower[-1], upper[-1] = -np.inf, np.inf
-    if problem.allowed is not None:
-        upper[:num_x] = problem.allowed[nodes].ravel()
-    rows = _within_memory(problem, held, at, num_x, size, slack=size - 1)
-    bounds = Bounds(lower, upper)
-    found = _solved(_placed(len(nodes), num, size), rows, bounds, num_x)
+    reads, holds, full, room = _memory(problem, held, _one_hot(at, len(nodes)))
+    rows = [[reads, -holds, None], [None, full, -np.ones((num, 1))]]
+    upper = np.append(np.zeros(reads.shape[0]), room)
+    allowed = None if problem.allowed is None else problem.allowed[nodes]
+    found = _solved(rows, upper, allowed, len(nodes), num)
     if found is not None and found.x is not None:
-        labels[nodes] = found.x[:num_x].reshape(-1, num).argmax(axis=1)
+        labels[nodes] = found.x[: len(nodes) * num].reshape(-1, num).argmax(axis=1)
     least = -np.inf if found is None or found.mip_dual_bound is None else float(found.mip_dual_bound)
     return problem.column(labels), least * float(problem.memory_bytes.max())
 
 
-def _solved(placed: coo_array, rows: list[Limited], bounds: Bounds, num_x: int) -> OptimizeResult | None:
-    """None for a program that is too large."""
-    size, entries = placed.shape[1], placed.nnz + sum(matrix.nnz for matrix, _ in rows)
-    if entries > MAX_ENTRIES:
+def _solved(
+    blocks: list[list[Any]], upper: Floats, allowed: Bools | None, nodes: int, num: int
+) -> OptimizeResult | None:
+    """Minimises the last variable, with every node placed once. None for a program that is too large."""
+    placed = [kron(eye_array(nodes), np.ones((1, num))), *[None] * (len(blocks[0]) - 1)]
+    rows = block_array([placed, *blocks], format="csr")
+    rows.eliminate_zeros()
+    if rows.nnz > MAX_ENTRIES:
         return None
-    goal = np.zeros(size)
-    goal[-1] = 1.0
+    size, num_x = rows.shape[1], nodes * num
+    goal, most = np.zeros(size), np.ones(size)
+    goal[-1], most[-1] = 1.0, np.inf
+    if allowed is not None:
+        most[:num_x] = allowed.ravel()
+    once = np.ones(nodes)
     return milp(
         goal,
-        integrality=np.concatenate([np.ones(num_x), np.zeros(size - num_x)]),
-        bounds=bounds,
-        constraints=[
-            LinearConstraint(placed, 1.0, 1.0),
-            *(LinearConstraint(matrix, -np.inf, upper) for matrix, upper in rows),
-        ],
-        options={"node_limit": MAX_WORK // entries, "mip_rel_gap": GAP},
+        integrality=(np.arange(size) < num_x).astype(np.int64),
+        bounds=Bounds(np.where(goal, -np.inf, 0.0), most),
+        constraints=LinearConstraint(rows, [*once, *np.full(len(upper), -np.inf)], [*once, *upper]),
+        options={"node_limit": MAX_WORK // rows.nnz, "mip_rel_gap": GAP},
     )
 
 
-def _rows(entries: list[Entries], num_rows: int, size: int) -> coo_array:
-    row, col, number = (np.concatenate([e[i] for e in entries]) for i in range(3))
-    return coo_array((number, (row, col)), shape=(num_rows, size))
+def _one_hot(columns: Ints, size: int) -> coo_array:
+    row = np.arange(len(columns))
+    return coo_array((np.ones(len(row)), (row, columns)), shape=(len(row), size))
 
 
-def _placed(nodes: int, num: int, size: int) -> coo_array:
-    every = np.arange(nodes)
-    return _rows([(every, every * num + d, np.ones(nodes)) for d in range(num)], nodes, size)
+def _sums(table: Floats, rows: Ints, num_rows: int) -> coo_array:
+    """Column (i, j) has table[i, j] in rows[j]."""
+    at = np.tile(rows, len(table)), np.arange(table.size)
+    return coo_array((table.ravel(), at), shape=(num_rows, table.size))
 
 
-def _within_memory(
-    problem: Problem, held: Holdings, node_of: Ints, first: int, size: int, slack: int | None = None
-) -> list[Limited]:
-    num, items = problem.num_devices, len(held.num_bytes)
-    if not items:
-        return []
-    unit = float(problem.memory_bytes.max())
-    row = np.arange(len(node_of) * num)
-    pin, device = row // num, row % num
-    ones = np.ones(len(row))
-    reads = [
-        (row, node_of[pin] * num + device, ones),
-        (row, first + held.pin_item[pin] * num + device, -ones),
-    ]
-    every = np.arange(items)
-    full = [(np.full(items, d), first + every * num + d, held.num_bytes / unit) for d in range(num)]
-    if slack is not None:
-        full.append((np.arange(num), np.full(num, slack), -np.ones(num)))
-    return [
-        (_rows(reads, len(row), size), 0.0),
-        (_rows(full, num, size), problem.memory_bytes / unit),
-    ]
-
-
-def _crossings(problem: Problem, pairs: list[tuple[int, int]], num_x: int) -> list[Entries]:
-    vals, num = problem.values, problem.num_devices
-    pins = np.arange(len(vals.pin_value))
-    ones = np.ones(len(pins))
-    entries: list[Entries] = []
-    for at, (src, dst) in enumerate(pairs):
-        row = pins * len(pairs) + at
-        entries.append((row, vals.producer[vals.pin_value] * num + src, ones))
-        entries.append((row, vals.pin_node * num + dst, ones))
-        entries.append((row, num_x + vals.pin_value * len(pairs) + at, -ones))
-    return entries
-
-
-def _loads(
-    problem: Problem, pairs: list[tuple[int, int]], num_x: int, scale: float, last: int
-) -> list[Entries]:
-    vals, num = problem.values, problem.num_devices
-    nodes, values = np.arange(problem.num_nodes), np.arange(len(vals))
-    rows = np.arange(num + num * num)
-    entries: list[Entries] = [(rows, np.full(len(rows), last), np.full(len(rows), -1.0))]
-    for d in range(num):
-        entries.append((np.full(len(nodes), d), nodes * num + d, problem.load_us[:, d] / scale))
-    for at, (src, dst) in enumerate(pairs):
-        row = num + int(problem.link_row[src * num + dst])
-        wire = problem.wire_us[:, src, dst] / scale
-        entries.append((np.full(len(values), row), num_x + values * len(pairs) + at, wire))
-    return entries
+def _memory(problem: Problem, held: Holdings, node_of: coo_array) -> tuple[Any, Any, Any, Floats]:
+    """Who reads what, who holds what, bytes held, and room, as shares of the largest memory."""
+    unit, by_device = float(problem.memory_bytes.max()), eye_array(problem.num_devices)
+    item_of = _one_hot(held.pin_item, len(held.num_bytes))
+    full = kron(coo_array(held.num_bytes[None] / unit), by_device)
+    return kron(node_of, by_device), kron(item_of, by_device), full, problem.memory_bytes / unit
 
 
 def shortage(problem: Problem, found: Column, least_bytes: float) -> PlanInfeasible:
