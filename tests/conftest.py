@@ -150,12 +150,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that wait beside files that compute; slow tests only with `--whole`; a test marked `rerun` is
     tried twice.
     """
-    files = dict.fromkeys(item.location[0] for item in items)
+    file_of = {item: item.nodeid.partition("::")[0] for item in items}
+    files = dict.fromkeys(file_of.values())
     timed = [file for file in files if any(part in file for part in TIMED)]
     others = [file for file in files if file not in timed]
     turns = {file: BEGUN_BY * number / len(timed) for number, file in enumerate(timed)}
     turns |= {file: number / len(others) for number, file in enumerate(others)}
-    items.sort(key=lambda item: (turns[item.location[0]], item.location[0]))
+    items.sort(key=lambda item: (turns[file_of[item]], file_of[item]))
     can_rerun = importlib.util.find_spec("pytest_rerunfailures") is not None
     for item in items:
         if item.get_closest_marker("slow") is not None and not sampling.is_whole():

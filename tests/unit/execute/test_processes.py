@@ -1,22 +1,33 @@
 """Children of this machine: a hung one is killed, also when the process that forked it is dead."""
 
-import multiprocessing.forkserver
 import os
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import replace
-from multiprocessing.connection import Connection
+from multiprocessing import forkserver
 from multiprocessing.reduction import ForkingPickler
+from operator import methodcaller
+from typing import Any
 
 import pytest
 
 import engine_factory
 from tessera.execute.processes import FORKSERVER, LocalProcess, warm_up
 
+# Body of a child, which imports nothing for it.
+sleep = methodcaller("recv_bytes")
 
-def sleep(pipe: Connection) -> None:
-    """Body of a child."""
-    pipe.recv_bytes()
+
+@pytest.fixture(autouse=True)
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A fork server that imports nothing: the one of other tests, which has torch, lives on."""
+    made: Any = forkserver.ForkServer()
+    for name in ("ensure_running", "connect_to_new_process", "set_forkserver_preload"):
+        monkeypatch.setattr(forkserver, name, getattr(made, name))
+    warm_up([])
+    yield made
+    made._stop()
 
 
 def is_gone(pid: int) -> bool:
@@ -29,14 +40,12 @@ def is_gone(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("is_orphan", [False, True])
-def test_a_hung_child_is_killed(is_orphan: bool) -> None:
-    warm_up()
+def test_a_hung_child_is_killed(is_orphan: bool, server: Any) -> None:
     child = LocalProcess(sleep, (), "tessera-test", FORKSERVER)
     assert child.pid is not None
     os.kill(child.pid, signal.SIGSTOP)
     if is_orphan:
-        server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-        os.kill(server, signal.SIGKILL)
+        os.kill(server._forkserver_pid, signal.SIGKILL)
         time.sleep(0.2)
 
     assert "killed by the engine" == child.end(0.2)
