@@ -115,6 +115,8 @@ class _Seeing(threading.local):
 
 
 _seeing = _Seeing()
+# Made once: the hook sees every call of a step.
+_HOLDERS, _OF_FUNCTIONS = (torch.Tensor, torch.UntypedStorage), (type(sys), type, type(None))
 _lock = threading.Lock()
 _undo: list[Callable[[], None]] = []
 _users: list[Varies] = []
@@ -186,16 +188,17 @@ def _see_call(frame: FrameType, event: str, called: Any) -> None:
     if event != "c_call" or _seeing.varies is None:
         return
     filename, holder = frame.f_code.co_filename, getattr(called, "__self__", None)
-    is_function = type(holder) in (type(sys), type, type(None))
-    if isinstance(holder, torch.Tensor | torch.UntypedStorage):
+    if isinstance(holder, _HOLDERS):
         way = _METHODS.get(called.__name__)
         if way is not None and is_program(filename) and _seeing.varies(holder):
             way.refuse()
         return
     is_seen = is_program(filename) or (called is os.urandom and is_python(filename))
-    if is_function and is_seen and called is _TO_DLPACK:
+    if not is_seen or type(holder) not in _OF_FUNCTIONS:
+        return
+    if called is _TO_DLPACK:
         _Way(torch, "to_dlpack", ADDRESS).refuse()
-    if is_function and is_seen and called in _CLOCKS:
+    if called in _CLOCKS:
         fail(
             f"{called.__qualname__}() returns a different value in every call",
             "Call it outside of the step and pass the value as a tensor.",
