@@ -199,21 +199,20 @@ def on_device(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def run_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Corrected where torch's fake differs from the real operator."""
-    if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
-        return _grouped_product(func, args, kwargs)
+    is_grouped = func is torch.ops.aten._grouped_mm.default and args[0].dim() == 2 and args[1].dim() == 3
+    if is_grouped and args[0].dtype is not torch.bfloat16:
+        return _grouped_product(args)
     result = func(*args, **kwargs)
     if func in VIEWS and 1 in (*args[0].shape, *result.shape):
         return _as_viewed(result, *args)
     return result
 
 
-def _grouped_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """The fake takes bfloat16 only; GPUs take other floats with the same layout."""
-    halves = [
-        torch.empty_strided(t.size(), t.stride(), dtype=torch.bfloat16, device=t.device) for t in args[:2]
-    ]
-    product = func(*halves, *args[2:], **kwargs)
-    return torch.empty_strided(product.size(), product.stride(), dtype=args[0].dtype, device=product.device)
+def _grouped_product(args: tuple[Any, ...]) -> torch.Tensor:
+    """The fake takes bfloat16 only; GPUs take other floats, and align rows to 16 bytes too."""
+    rows, weights = args[:2]
+    unit, size = 16 // rows.itemsize, (len(rows), weights.shape[2])
+    return torch.empty_strided(size, (-(-size[1] // unit) * unit, 1), dtype=rows.dtype, device=rows.device)
 
 
 def _as_viewed(made: torch.Tensor, source: torch.Tensor, shape: Any) -> torch.Tensor:

@@ -243,6 +243,10 @@ def call_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return func(*args, **kwargs)
 
 
+class HostRead(ValueError):
+    pass
+
+
 class NoReads(TorchDispatchMode):
     """Host reads of tensors are errors."""
 
@@ -250,7 +254,7 @@ class NoReads(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            raise ValueError(f"{operators.program_line()} reads a tensor's value on the host")
+            raise HostRead(f"{operators.program_line()} reads a tensor's value on the host")
         is_fake = any(isinstance(a, fake_tensor.FakeTensor) or getattr(a, "is_meta", False) for a in args)
         return (run_fake if is_fake else call_operator)(func, args, kwargs or {})
 

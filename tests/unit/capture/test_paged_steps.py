@@ -373,31 +373,58 @@ def test_checks_of_a_distribution_are_no_reads(tmp_path: Path) -> None:
     check_answers(folder_step(Model("gemma3n_text", "Gemma3nForCausalLM", sizes), tmp_path, FLAT))
 
 
-def test_a_model_that_reads_on_the_host_is_refused_with_its_line(tmp_path: Path) -> None:
-    """DBRX asks which experts are chosen."""
-    experts = {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2}
-    heads = {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}
-    sizes = {"d_model": 32, "n_heads": 4, "n_layers": 1, "max_seq_len": 64, "vocab_size": 96}
-    model = Model("dbrx", "DbrxForCausalLM", {**sizes, "attn_config": heads, "ffn_config": experts})
-    with pytest.raises(CaptureError, match=r"modeling_dbrx\.py:\d+ reads a tensor's value on the host"):
-        folder_step(model, tmp_path, FLAT)
+EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2}
+OWN_WAYS = {
+    "dbrx": (FLAT, {
+        "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128, "vocab_size": 96,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 5, "moe_top_k": 2},
+    }),
+    "longcat_flash": (FLAT, {
+        **BY_NAME["deepseek_v3"].sizes, "num_layers": 1, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 16,
+        "moe_topk": 2, "zero_expert_num": 3, "n_routed_experts": 5, "head_dim": 8,
+    }),
+    "jetmoe": (FLAT, {**BY_NAME["llama"].sizes, **EXPERTS, "kv_channels": 8, "num_attention_heads": 4}),
+    "minimax": (ROWS, {**BY_NAME["llama"].sizes, **EXPERTS, "head_dim": 8, "block_size": 8}),
+    "doge": (SPLIT, {**BY_NAME["llama"].sizes, "keep_window_size": 64}),
+    "bart": (FLAT, {**BY_NAME["bart"].sizes, "forced_eos_token_id": None}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", OWN_WAYS)
+def test_models_with_ways_of_their_own_are_answered_as_by_generate(family: str, tmp_path: Path) -> None:
+    """Experts in loops over values, a cache of its own class, masks per head, positions that are counted."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    layout, sizes = OWN_WAYS[family]
+    model = Model(family, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family], sizes)
+    workload = folder_step(model, tmp_path, layout)
+
+    assert layout == layout_of(workload.module).kind
+    check_answers(workload)
 
 
 @pytest.mark.parametrize(
-    ("family", "reason", "sizes"),
+    ("family", "kind", "reason", "sizes"),
     [
-        ("doge", "its attention is none of transformers' registered functions", {"num_key_value_heads": 2}),
-        ("minimax", "it takes no cache but its own", {"num_local_experts": 2, "num_experts_per_tok": 1}),
+        (
+            "xlstm",
+            "xLSTMForCausalLM",
+            "it takes no cache but its own; its cache keeps more than a row for each sequence",
+            {"embedding_dim": 64, "num_blocks": 1, "num_heads": 4, "qk_dim_factor": 1.0},
+        ),
+        (
+            "deepseek_v4",
+            "DeepseekV4ForCausalLM",
+            "its cache has layers of its own kind, heavily_compressed_attention",
+            {**BY_NAME["deepseek_v3"].sizes, "layer_types": ["heavily_compressed_attention"] * 2},
+        ),
     ],
 )
 def test_a_refusal_names_the_cause_and_no_error_of_a_library(
-    family: str, reason: str, sizes: dict[str, Any], tmp_path: Path
+    family: str, kind: str, reason: str, sizes: dict[str, Any], tmp_path: Path
 ) -> None:
-    from transformers import AutoConfig
-
-    plain = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = AutoConfig.for_model(family, **plain, **sizes, vocab_size=64, head_dim=8)
-    config.save_pretrained(tmp_path)
+    Model(family, kind, {**sizes, "vocab_size": 64, "hidden_size": 64}).write(tmp_path)
 
     with pytest.raises(CaptureError, match=f"no way to call it works: {reason}. Serve another"):
         build(step_of(str(tmp_path)))

@@ -55,6 +55,8 @@ REVISION = re.compile(r"[0-9a-f]{40}")
 # In order of preference.
 STEMS = ("model", "diffusion_pytorch_model")
 PART = re.compile(r"-of-\d+\.safetensors$")
+# Libraries whose errors are told in one line.
+LOGS = ("transformers", "torch._subclasses.fake_tensor")
 AGAIN = "Download the model again."
 CODE_FILES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
@@ -366,10 +368,10 @@ def _alone() -> Iterator[None]:
     except ImportError:
         yield
         return
-    log = logging.getLogger("transformers")
     with ExitStack() as stack, patch.object(constants, "HF_HUB_OFFLINE", True):
-        stack.callback(log.setLevel, log.level)
-        log.setLevel(logging.CRITICAL)
+        for log in map(logging.getLogger, LOGS):
+            stack.callback(log.setLevel, log.level)
+            log.setLevel(logging.CRITICAL)
         if bars.is_progress_bar_enabled():
             stack.callback(bars.enable_progress_bar)
         bars.disable_progress_bar()

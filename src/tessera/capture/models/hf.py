@@ -254,6 +254,8 @@ def attend(
         )
     elif num == 1:
         rows = query.reshape(batch, key.shape[1], groups, -1)
+        if attention_mask.shape[1] > 1:  # a mask per head
+            attention_mask = attention_mask.reshape(batch, key.shape[1], groups, -1)
         out = scaled_dot_product_attention(rows, key, value, attention_mask, scale=scaling)
         out = out.reshape(batch, heads, 1, -1)
     else:

@@ -18,7 +18,7 @@ sequence), kept in the state `newest`, so steps need not wait for the host. Mode
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -27,7 +27,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
 from torch.overrides import TorchFunctionMode
 
 from tessera.capture.models import generic
@@ -46,7 +50,9 @@ from tessera.capture.models.pages import (
     is_indexer,
 )
 from tessera.capture.models.recurrent import PackedStates, exchanged_recurrence
+from tessera.capture.models.selected import selecting
 from tessera.capture.reads import traced
+from tessera.capture.recorder import HostRead
 from tessera.capture.workload import UNFIT, Tensors, Workload
 from tessera.errors import CaptureError
 from tessera.ir import Step
@@ -68,8 +74,9 @@ MAX_ERROR = 3e-4
 HALF_TYPES = (torch.bfloat16, torch.float16)
 NUM_USED_PAGES = 64
 OWN_ATTENTION = "its attention is none of transformers' registered functions"
+READS = (HostRead, DataDependentOutputException, DynamicOutputShapeException)
 OWN_CACHE = "it takes no cache but its own"
-LIMITS = ("max_position_embeddings", "max_seq_len")
+LIMITS = ("max_position_embeddings", "max_seq_len", "max_target_positions")
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,8 @@ class StepLayout:
     windows: tuple[int, ...] = ()
     # Why tokens cannot be packed.
     reason: str = ""
+    # See `selected`.
+    selects: bool = False
 
     @property
     def is_packed(self) -> bool:
@@ -112,10 +121,10 @@ def _find_layout(model: Any) -> StepLayout:
             "Serve a causal language model, or this one's --step call by tessera run.",
         )
     _fix_frequencies(model)
-    errors = []
+    selects, errors = _selects(model), []
     for kind in (FLAT, SPLIT, ROWS, DENSE):
         try:
-            layout = _try(model, kind)
+            layout = _try(model, kind, selects)
         except UNFIT as error:
             errors.append(error)
             continue
@@ -158,28 +167,52 @@ def _cache_name(model: Any) -> str:
     return next((name for name in generic.CACHES[:2] if generic.takes(model, name)), "")
 
 
-def _try(model: Any, kind: str) -> StepLayout:
+def _try(model: Any, kind: str, selects: bool) -> StepLayout:
     cache = (PackedCache if kind == FLAT else PagedCache)(model.config)
-    has_positions = generic.takes(model, "position_ids")
-    if kind not in GATHERED and cache.paged and not has_positions:
-        raise ValueError("it takes no positions")
+    if kind not in PACKED and (own := _own_cache(model)) is not None:
+        cache.adopt(own)
+    needs_positions = kind not in GATHERED and bool(cache.paged) and not generic.takes(model, "position_ids")
+    cache.counts_tokens = needs_positions and kind == FLAT
     num = 2 * NUM_TRIED if kind in PACKED else NUM_TRIED
     step = Step("", "tokens", NUM_TRIED, num, reserve=TRIED_POSITIONS)
     make = partial(_make_inputs, model, step, kind, seed=0, has_rows=True)
     parts = ([(length, 1)] * NUM_TRIED for length in (1, 2))
     first, following = (generic.placed(model, partial(make, part)) for part in parts)
-    call = partial(_run, model, kind, step)
+    call = partial(_run, model, kind, selects, step)
     logits, left, after = generic.learn_memory(model, call, ModelMemory(cache, {}), first, following)
+    if needs_positions and not after.cache.is_counted:
+        raise ValueError("it takes no positions")
     if generic.describe(left) != generic.describe(after):
         raise ValueError("its cache changes shape with every token")
     if logits.dim() != 2 or len(logits) != NUM_TRIED:
         raise ValueError("it returns no logits per sequence")
-    layout = _describe_layout(kind, left)
+    layout = replace(_describe_layout(kind, left), selects=selects)
     # A GPU's kernels were not tried with 32 bits of every shape.
     is_sure = model.device.type == "cuda" and (kind == ROWS or (kind == FLAT and not layout.rows))
+    is_sure = is_sure and not needs_positions and not selects
     if not is_sure and model.device.type != "meta" and not isinstance(logits, FakeTensor):
         _check_logits(model, layout)
     return layout
+
+
+def _selects(model: Any) -> bool:
+    """True if a call reads values of its tokens: which experts they choose."""
+    for call in (generic.call_on_meta, generic.call_on_fakes):
+        try:
+            call(model)
+        except UNFIT as error:
+            is_read = isinstance(error, READS)
+        else:
+            return False
+    return is_read
+
+
+def _own_cache(model: Any) -> Any:
+    """After a token of each sequence; None if it is of transformers' classes."""
+    tokens = torch.ones((NUM_TRIED, 1), dtype=torch.long, device=model.device)
+    with generic.apart(model):
+        cache = getattr(model(input_ids=tokens, use_cache=True), _cache_name(model), None)
+    return cache if hasattr(cache, "__dict__") and "cache_utils" not in type(cache).__module__ else None
 
 
 def _check_logits(model: Any, layout: StepLayout) -> None:
@@ -245,7 +278,7 @@ def _describe_layout(kind: str, memory: ModelMemory) -> StepLayout:
 
 
 def _run(
-    model: Any, kind: str, step: Step, memory: ModelMemory, inputs: Tensors
+    model: Any, kind: str, selects: bool, step: Step, memory: ModelMemory, inputs: Tensors
 ) -> tuple[torch.Tensor, ModelMemory]:
     cache = memory.cache
     with (
@@ -253,6 +286,7 @@ def _run(
         generic.attributes_kept(model, memory.attributes) as left,
         exchanged_attention(model, cache, kind in GATHERED),
         using_adapters(model, inputs.get("adapters")),
+        selecting() if selects else nullcontext(),
         ExitStack() as stack,
     ):
         states = PackedStates(inputs["query_starts"], inputs["rows"]) if "rows" in inputs else None
@@ -262,7 +296,7 @@ def _run(
         cache.begin(tables, inputs.get("fresh"), states)
         if memory.attributes and kind in PACKED:
             raise ValueError("its layers keep a state of their own")
-        for tensor in memory.attributes.values():
+        for _, tensor in generic.tensors_of((memory.attributes, cache.adopted())):
             clear_rows(tensor, inputs["fresh"])
         logits = _logits(model, kind, inputs, cache, tables[0])
         attributes = left()
@@ -297,8 +331,11 @@ def _logits(model: Any, kind: str, inputs: Tensors, cache: PagedCache, tables: P
     newest = (inputs["query_starts"][1:] - 1).clamp_min(0) if kind in PACKED else None
     pick = None if newest is None else lambda hidden: hidden[newest] if by_row else hidden[:, newest]
     more: dict[str, Any] = {}
-    if tables.seen is not None and generic.takes(model, "attention_mask"):  # biases may follow it
-        more["attention_mask"] = (tables.seen >= 0).long()
+    if generic.takes(model, "attention_mask"):
+        if tables.seen is not None:  # biases may follow it
+            more["attention_mask"] = (tables.seen >= 0).long()
+        elif cache.counts_tokens:  # a mask of its own would have the counted length
+            more["attention_mask"] = torch.ones_like(given["tokens"])
     logits: torch.Tensor = generic.forward(model, (_cache_name(model), cache), given, pick, **more).logits
     return logits[:, -1] if by_row else logits[0]
 
@@ -380,9 +417,10 @@ class PagedSteps:
         rows = slice(None if is_flat else self._step.batch)
         held |= {name: state[BY_ROW + name][rows] for name in self._layout.rows}
         memory = generic.exchanged(self._layout.memory, held)
-        given, newest = inputs["tokens"], state[NEWEST]
-        tokens = torch.where(given < 0, newest[(-1 - given).clamp_min(0)], given)
-        logits, after = _run(self._model, self._layout.kind, self._step, memory, {**inputs, "tokens": tokens})
+        tokens, newest = inputs["tokens"], state[NEWEST]
+        tokens = torch.where(tokens < 0, newest[(-1 - tokens).clamp_min(0)], tokens)
+        layout, given = self._layout, {**inputs, "tokens": tokens}
+        logits, after = _run(self._model, layout.kind, layout.selects, self._step, memory, given)
         for name, tensor in generic.tensors_of(after):
             if tensor is not held[name]:
                 held[name].copy_(tensor)

@@ -146,6 +146,8 @@ class Layers(list[Any]):
 
 
 def clear_rows(held: torch.Tensor, fresh: torch.Tensor) -> None:
+    if held.shape[:1] != fresh.shape:
+        raise ValueError("its cache keeps more than a row for each sequence")
     held.masked_fill_(fresh.view(-1, *[1] * (held.dim() - 1)), 0)
 
 
@@ -153,7 +155,10 @@ class PagedCache(StaticCache):  # type: ignore[misc]
     layers: Layers
 
     def __init__(self, config: Any) -> None:
-        super().__init__(config=config, max_cache_len=PAGE)
+        try:
+            super().__init__(config=config, max_cache_len=PAGE)
+        except KeyError as error:
+            raise ValueError(f"its cache has layers of its own kind, {error.args[0]}") from error
         # Keys of an indexer are not kept: it selects all.
         self.layers = Layers(
             PagedLayer(is_sliding=False)
@@ -161,14 +166,32 @@ class PagedCache(StaticCache):  # type: ignore[misc]
             else in_place_of(x, PagedLayer, is_sliding(x))
             for x in self.layers
         )
+        for x in self.layers:
+            if not isinstance(x, PagedLayer | cache_utils.LinearAttentionCacheLayerMixin):
+                raise ValueError(f"its cache has layers of its own kind, {type(x).__name__}")
         self.states: Any = None
+        # Attributes of a model's own class of cache.
+        self._adopted: list[str] = []
+        # A model that takes no positions adds the number of earlier tokens to those of a call.
+        self.counts_tokens = self.is_counted = False
+
+    def adopt(self, own: Any) -> None:
+        """A model that insists on its own class gets it, with what it keeps by row beside the pages."""
+        self._adopted = [name for name in vars(own) if name not in vars(self)]
+        self.__dict__ |= {name: vars(own)[name] for name in self._adopted}
+        self.__class__ = type(type(own).__name__, (type(self), type(own)), {})
+
+    def adopted(self) -> dict[str, Any]:
+        return {name: vars(self)[name] for name in self._adopted}
 
     @property
     def paged(self) -> list[PagedLayer]:
         return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
 
     def get_seq_length(self, layer_idx: int | None = None) -> Any:
-        """A layer gets the number of tokens before each of its own."""
+        """A layer, or a model that takes no positions, gets the number of tokens before each of its own."""
+        if layer_idx is None and self.counts_tokens:
+            layer_idx, self.is_counted = self.layers.index(self.paged[0]), True
         tables = None if layer_idx is None else getattr(self.layers[layer_idx], "tables", None)
         if tables is None:
             return super().get_seq_length()
@@ -260,7 +283,7 @@ class PageMask:
         with _disable_current_modes():
             q, k = torch.tensor(pairs, device="cpu").t()
             zero = torch.zeros((), dtype=torch.long, device="cpu")
-            visible = self._rule(zero, zero, q, k).tolist()
+            visible = self._rule(zero, zero, q, k).numpy().tolist()  # `selected` exchanges a tensor's
         if window == self._chunk > 0 and visible == [q // window == k // window and k <= q for q, k in pairs]:
             return 0  # a sequence has one chunk at most, see `paged.max_positions`
         if visible != [0 <= q - k and (not window or q - k < window) for q, k in pairs]:
