@@ -173,6 +173,8 @@ class FolderText:
             self._tokenizer = SlowTokenizer(tokenizer) if fast is None else FastTokenizer(fast.to_str())
             self.end = _ends(folder, tokenizer)
             self._special = {*tokenizer.all_special_ids, *self._tokenizer.special}
+            if self._tokenizer.size <= len(self._special):
+                raise ValueError("it has special tokens alone")
             self._bytes: dict[int, bytes] = {}
             if not template and tokenizer.chat_template:
                 template = str(tokenizer.get_chat_template())

@@ -309,6 +309,22 @@ def test_shapes_alone_need_no_weights(folder: Path) -> None:
     assert record_step(Step(str(folder), "decode", 1, 8), "fake").launches
 
 
+def test_an_error_of_two_lines_is_told_with_its_cause(folder: Path) -> None:
+    """Transformers names the rule first, and then what breaks it."""
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "hidden_size": 64.5}))
+
+    with pytest.raises(CaptureError, match="Field 'hidden_size' expected int, got float"):
+        build(Step(str(folder), "decode", 1, 8))
+
+
+def test_weights_that_are_no_numbers_are_told(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    save_file({**weights, NORM: weights[NORM] * float("nan")}, folder / "model.safetensors", {"format": "pt"})
+
+    with pytest.raises(CaptureError, match="its weights give no finite logits"):
+        build(Step(str(folder), "tokens", 1, 1, reserve=32))
+
+
 @pytest.fixture
 def cache(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model in Hugging Face's local cache: files are links to blobs."""

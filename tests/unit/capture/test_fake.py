@@ -155,6 +155,16 @@ def test_attention_that_repeats_a_head_is_no_library_call(dtype: torch.dtype) ->
         assert "math" == choose(query, key, key)
 
 
+def test_grouped_products_of_floats_need_rows_of_16_bytes() -> None:
+    """Rows of 12 floats have 48 bytes; with 16 bits they would have 24."""
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        ends = torch.arange(3, dtype=torch.int32, device=x.device)
+        return torch._grouped_mm(x @ x.new_zeros(8, 12), x.new_zeros(3, 12, 8), offs=ends)
+
+    assert "aten._grouped_mm.default" in names(capture_fake(product))
+
+
 def test_attention_on_the_cpu_is_left_alone() -> None:
     """Outside the fake GPU nothing is re-routed."""
     query = torch.zeros(1, 1, 4, 16)

@@ -404,30 +404,22 @@ def test_models_with_ways_of_their_own_are_answered_as_by_generate(family: str, 
     check_answers(workload)
 
 
-@pytest.mark.parametrize(
-    ("family", "kind", "reason", "sizes"),
-    [
-        (
-            "xlstm",
-            "xLSTMForCausalLM",
-            "it takes no cache but its own; its cache keeps more than a row for each sequence",
-            {"embedding_dim": 64, "num_blocks": 1, "num_heads": 4, "qk_dim_factor": 1.0},
-        ),
-        (
-            "deepseek_v4",
-            "DeepseekV4ForCausalLM",
-            "its cache has layers of its own kind, heavily_compressed_attention",
-            {**BY_NAME["deepseek_v3"].sizes, "layer_types": ["heavily_compressed_attention"] * 2},
-        ),
-    ],
-)
-def test_a_refusal_names_the_cause_and_no_error_of_a_library(
-    family: str, kind: str, reason: str, sizes: dict[str, Any], tmp_path: Path
-) -> None:
-    Model(family, kind, {**sizes, "vocab_size": 64, "hidden_size": 64}).write(tmp_path)
+def test_a_refusal_names_the_cause_and_no_error_of_a_library(tmp_path: Path) -> None:
+    sizes = {"embedding_dim": 64, "hidden_size": 64, "num_blocks": 1, "num_heads": 4, "qk_dim_factor": 1.0}
+    Model("xlstm", "xLSTMForCausalLM", {**sizes, "vocab_size": 64}).write(tmp_path)
+    reason = "it takes no cache but its own; its cache keeps more than a row for each sequence"
 
     with pytest.raises(CaptureError, match=f"no way to call it works: {reason}. Serve another"):
         build(step_of(str(tmp_path)))
+
+
+def test_layers_that_no_page_holds_are_refused_before_weights_are_read(tmp_path: Path) -> None:
+    """The folder has none."""
+    sizes = {**BY_NAME["deepseek_v3"].sizes, "layer_types": ["heavily_compressed_attention"] * 2}
+    Model("deepseek_v4", "DeepseekV4ForCausalLM", sizes).write(tmp_path)
+
+    with pytest.raises(CaptureError, match="its cache has layers of its own kind, heavily_compressed_attent"):
+        build(replace(step_of(str(tmp_path)), random_weights=False))
 
 
 def test_positions_that_do_not_begin_at_zero_are_refused(tmp_path: Path) -> None:

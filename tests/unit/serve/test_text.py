@@ -247,6 +247,14 @@ def test_a_tokenizer_that_is_none_is_told_in_one_line(contents: bytes, tmp_path:
     assert "\n" not in str(error.value)
 
 
+def test_a_tokenizer_of_special_tokens_alone_is_told_in_one_line(tmp_path: Path) -> None:
+    """Transformers makes one of a class without files; no text would have tokens."""
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+
+    with pytest.raises(ArtifactError, match="its tokenizer cannot be read: it has special tokens alone"):
+        open_text(str(tmp_path))
+
+
 @pytest.mark.parametrize("ends", [7.5, "x", [True, -1, None, 5], {"a": 1}, 10**30])
 def test_ends_that_are_no_tokens_are_passed_over(folder: Path, tmp_path: Path, ends: object) -> None:
     """The tokenizer's own end stays."""

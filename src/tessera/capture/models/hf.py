@@ -158,6 +158,8 @@ def _maker(config: Any, step: Step) -> Callable[[Any, Step], Workload]:
 
 
 def _model(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) -> Any:
+    from tessera.capture.models.paged import check_served
+
     register_attention()
     kind = model_class(config)
     options = {"attn_implementation": attention_of(kind), "dtype": dtype}
@@ -177,8 +179,11 @@ def _model(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) -> 
         give = partial(checkpoint.give_transformers, read, quantised)
         if packing is not None:
             give = partial(_give_packed, give, make, packing, dtype)
-        is_read = torch.get_default_device().type == "cuda" and not step.random_weights
-        with torch.device("cpu") if is_read and checkpoint.has_values() else nullcontext():
+        is_read = not step.random_weights and checkpoint.has_values()
+        if is_read and step.kind == "tokens":
+            with checkpoint.blamed(folder), torch.device("meta"):
+                check_served(make())  # before weights are read
+        with torch.device("cpu") if is_read and torch.get_default_device().type == "cuda" else nullcontext():
             model = checkpoint.load(
                 folder,
                 make,

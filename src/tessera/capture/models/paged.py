@@ -35,6 +35,7 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 
 from tessera.capture.models import generic
+from tessera.capture.models.checkpoint import AGAIN
 from tessera.capture.models.examples import tokens as make_tokens
 from tessera.capture.models.generic import ModelMemory
 from tessera.capture.models.lora import num_adapters, using_adapters
@@ -76,6 +77,7 @@ NUM_USED_PAGES = 64
 OWN_ATTENTION = "its attention is none of transformers' registered functions"
 READS = (HostRead, DataDependentOutputException, DynamicOutputShapeException)
 OWN_CACHE = "it takes no cache but its own"
+ANOTHER = "Serve another model, or run this one's prefill and decode by tessera run."
 LIMITS = ("max_position_embeddings", "max_seq_len", "max_target_positions")
 
 
@@ -107,9 +109,9 @@ def layout_of(model: Any) -> StepLayout:
     return _LAYOUTS[model]
 
 
-def _find_layout(model: Any) -> StepLayout:
-    config = model.config.get_text_config(decoder=True)
-    name = model.config.model_type
+def check_served(model: Any) -> None:
+    """What is refused whatever the weights are."""
+    name, config = model.config.model_type, model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder or not model.can_generate() or not _cache_name(model):
         raise CaptureError(
             f"{name} is not served by steps: it is no decoder with a cache",
@@ -120,6 +122,14 @@ def _find_layout(model: Any) -> StepLayout:
             f"{name} cannot be served by steps: its prompts attend in both directions",
             "Serve a causal language model, or this one's --step call by tessera run.",
         )
+    try:
+        PagedCache(model.config)
+    except ValueError as error:
+        raise CaptureError(f"{name} cannot be served by steps: {error}", ANOTHER) from error
+
+
+def _find_layout(model: Any) -> StepLayout:
+    check_served(model)
     _fix_frequencies(model)
     selects, errors = _selects(model), []
     for kind in (FLAT, SPLIT, ROWS, DENSE):
@@ -132,10 +142,8 @@ def _find_layout(model: Any) -> StepLayout:
     lines = {_first_line(error): type(error).__name__ for error in errors}
     named = [line for line, kind in lines.items() if not line.startswith(f"{kind}: ")]
     said = "; ".join(named or lines)
-    raise CaptureError(
-        f"{name} cannot be served: no way to call it works: {said}",
-        "Serve another model, or run this one's prefill and decode by tessera run.",
-    ) from errors[-1]
+    name = model.config.model_type
+    raise CaptureError(f"{name} cannot be served: no way to call it works: {said}", ANOTHER) from errors[-1]
 
 
 def _fix_frequencies(model: Any) -> None:
@@ -196,7 +204,12 @@ def _try(model: Any, kind: str, selects: bool) -> StepLayout:
 
 
 def _selects(model: Any) -> bool:
-    """True if a call reads values of its tokens: which experts they choose."""
+    """True if a call reads values of its tokens: which experts they choose.
+
+    Transformers has paths for experts of most models, which do not.
+    """
+    if model._can_set_experts_implementation() or "expert" not in model.config.to_json_string():
+        return False
     for call in (generic.call_on_meta, generic.call_on_fakes):
         try:
             call(model)
@@ -240,6 +253,8 @@ def _check_logits(model: Any, layout: StepLayout) -> None:
                 inputs[name].zero_()
             logits = workload.run({**inputs, **plain_choices}, state)["logits"]
         plain = model(input_ids=made["tokens"], use_cache=False).logits[:, -1]
+    if not plain.isfinite().all():
+        raise CaptureError("its weights give no finite logits", f"{AGAIN[:-1]}, or correct config.json.")
     error = float((logits - plain).abs().max() / plain.abs().max())
     if not error <= MAX_ERROR:
         raise ValueError(f"its logits differ from those of its plain forward by {error:.2g} of the largest")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
+from traceback import walk_stack
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -22,7 +23,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tessera.capture.operators import is_program, program_line
+from tessera.capture.operators import is_program
 
 PAIRS = ("add", "sub", "mul", "div", "truediv", "pow", "matmul")
 # Functions of single rows. Products take rows as the first operand.
@@ -36,26 +37,26 @@ COMPARED = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "
 
 
 @dataclass(frozen=True, eq=False)
-class Condition:
+class RowCondition:
     """Of each row, or of everything (no dimension)."""
 
     holds: torch.Tensor
     # Conditions of all parts, where rows were split.
-    parts: list["Condition"] = field(default_factory=list)
+    parts: list["RowCondition"] = field(default_factory=list)
 
 
 class Selected(torch.Tensor):
     every: torch.Tensor
-    rows: Condition | None
-    whole: tuple[Condition, ...]
+    rows: RowCondition | None
+    whole: tuple[RowCondition, ...]
     # Value of a loop's number.
     number: int | None
 
     @staticmethod
     def of(
         values: torch.Tensor,
-        rows: Condition | None,
-        whole: Sequence[Condition] = (),
+        rows: RowCondition | None,
+        whole: Sequence[RowCondition] = (),
         number: int | None = None,
     ) -> "Selected":
         made: Any = torch.Tensor._make_wrapper_subclass(
@@ -74,6 +75,9 @@ class Selected(torch.Tensor):
         return _refuse("item") if self.number is None else self.number
 
     __int__ = __index__ = __bool__ = item  # type: ignore[assignment]
+
+    def tolist(self) -> NoReturn:
+        _refuse("tolist")
 
     def stored(self) -> torch.Tensor:
         assert self.rows is not None
@@ -125,7 +129,9 @@ class _Selecting(TorchFunctionMode):
 
 
 def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"{program_line()} selects rows by value and uses them by {name}")
+    files = ((frame.f_code.co_filename, line) for frame, line in walk_stack(sys._getframe()))
+    place = next(f"{file}:{line}" for file, line in files if file != __file__ and is_program(file))
+    raise ValueError(f"{place} selects rows by value and uses them by {name}")
 
 
 def _plain(given: Any) -> Any:
@@ -137,7 +143,7 @@ def _places(mask: torch.Tensor, is_apart: bool) -> Any:
     if isinstance(mask, Selected) and mask.rows is not None:
         _refuse("nonzero")
     mask = _plain(mask)
-    rows, place = Condition(mask.flatten() != 0), torch.arange(mask.numel(), device=mask.device)
+    rows, place = RowCondition(mask.flatten() != 0), torch.arange(mask.numel(), device=mask.device)
     columns = [place // prod(mask.shape[dim + 1 :]) % size for dim, size in enumerate(mask.shape)]
     if is_apart:
         return tuple(Selected.of(column, rows, whole) for column in columns)
@@ -148,8 +154,8 @@ def _split(values: torch.Tensor, sizes: torch.Tensor, dim: int = 0) -> list[Sele
     if dim or isinstance(values, Selected):
         _refuse("split")
     part = (torch.arange(len(values), device=values.device)[:, None] >= sizes.cumsum(0)).sum(1)
-    parts: list[Condition] = []
-    parts += (Condition(part == number, parts) for number in range(len(sizes)))
+    parts: list[RowCondition] = []
+    parts += (RowCondition(part == number, parts) for number in range(len(sizes)))
     return [Selected.of(values, rows) for rows in parts]
 
 
@@ -165,7 +171,7 @@ def _unbound(func: Any, given: Selected, dim: int = 0) -> list[Selected]:
         _refuse("unbind")
     is_place = given.every.shape[1:] == (1,)
     return [
-        Selected.of(row, None, (*given.whole, Condition(holds)), place if is_place else None)
+        Selected.of(row, None, (*given.whole, RowCondition(holds)), place if is_place else None)
         for place, (row, holds) in enumerate(zip(given.every, given.rows.holds, strict=True))
     ]
 
@@ -176,7 +182,10 @@ def _indexed(func: Any, given: Any, index: Any) -> Selected:
     whole = [condition for one in (given, *selected) for condition in getattr(one, "whole", ())]
     rows = {place.rows for place in selected}
     is_first = bool(selected) and (rows == {None} or places[0] is selected[0])
-    if getattr(given, "rows", None) is not None or len(rows) > 1 or (selected and not is_first):
+    held = getattr(given, "rows", None)
+    if held is not None and not selected and places[0] == slice(None):
+        return Selected.of(given.every[index], held, whole)
+    if held is not None or len(rows) > 1 or (selected and not is_first):
         _refuse("an index")
     # A number beyond the end is that of an expert that no row can choose.
     known = [
