@@ -38,7 +38,7 @@ COMPARED = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "
 
 @dataclass(frozen=True, eq=False)
 class RowCondition:
-    """Of each row, or of everything (no dimension)."""
+    """One value per row, or one for everything (no dimension)."""
 
     holds: torch.Tensor
     # Conditions of all parts, where rows were split.
