@@ -72,7 +72,7 @@ def test_document_says_what_else_is_known(folder: Path, capsys: pytest.CaptureFi
     """Microbatches, lane table, range, rent and energy."""
     found = planned(folder, capsys=capsys)
 
-    assert {"1", "2", "4", "8", "16"} == set(found["by_microbatches"])
+    assert {"1", "2", "4", "8", "16", str(found["microbatches"])} == set(found["by_microbatches"])
     assert set(found["lane_table"]) == set(range(len(found["lanes"])))
     assert 0 <= found["rounding_loss"] < 0.2
     assert {"num_samples", "p10_per_s", "p50_per_s", "p90_per_s", "regret"} == set(found["robust"])
