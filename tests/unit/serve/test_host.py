@@ -17,10 +17,11 @@ import transformers
 
 from packed_factory import generated, write_folder
 from serving_factory import GREEDY, read, wait_for
+from tessera import flow
 from tessera.capture.divide import experts_of
 from tessera.cli.start import lines_of
 from tessera.errors import PlanInfeasible
-from tessera.ir import BufferKind, Load
+from tessera.ir import BufferKind, Load, Trace, units
 from tessera.plan.host import host_placements
 from tessera.plan.problem import build
 from tessera.planning import read_frequencies
@@ -34,15 +35,47 @@ from tessera.serve.steps import served
 from tessera.serve.text import ByteText
 
 MODEL, CARD, HOST = "tiny-gpt-oss", "emu:l40s", "cpu"
+# The host computes about as quickly as the link fetches: each has a part.
+GBPS, LAUNCH_US = 0.5, 20.0
 SPEC = ServeSpec(microbatches=1, rows=4, capacity=96, max_batch_tokens=16, effort="quick")
 
 
+class HostTimer:
+    """Times of a host, whatever machine this is: those of its weights' bytes."""
+
+    cache_bytes, remarks = 1 << 21, ()
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+
+    def identity(self) -> dict[str, str]:
+        return {"device": f"a host of {GBPS} GB/s"}
+
+    def clock_mhz(self) -> None:
+        return None
+
+    def time(self, launch: int, cold: frozenset[int], enough: object) -> list[float]:
+        read = {access.buffer for access in self._trace.launches[launch].accesses}
+        weights = read.intersection(self._trace.buffers_of(BufferKind.WEIGHT))
+        num_bytes = sum(self._trace.buffers[buffer].size_bytes for buffer in weights)
+        return [LAUNCH_US + num_bytes / (GBPS * 1e3)] * 8
+
+    def run(self, launch: int) -> None:
+        """Its times need no inputs."""
+
+
+def prepared(model: str, memory: str, folder: Path) -> Prepared:
+    """Priced by `HostTimer`; nothing that this machine's CPU once took is read."""
+    cluster = wire(cap_memory(parse_devices(f"{CARD},{HOST}"), [f"{CARD}={memory}"]))
+    links = tuple(replace(link, fetch_gbps=GBPS) for link in cluster.links)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flow, "make_timer", lambda trace, device: HostTimer(trace))
+        return prepare(model, replace(cluster, links=links), SPEC, store=folder / "measurements")
+
+
 @pytest.fixture(scope="module")
-def made() -> Prepared:
-    cluster = wire(cap_memory(parse_devices(f"{CARD},{HOST}"), [f"{CARD}=2.5MB"]))
-    # Fetching is about as quick as this CPU: each has a part.
-    links = tuple(replace(link, fetch_gbps=0.5) for link in cluster.links)
-    return prepare(MODEL, replace(cluster, links=links), SPEC)
+def made(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    return prepared(MODEL, "2.5MB", tmp_path_factory.mktemp("host"))
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +120,10 @@ def test_experts_are_on_both_devices_within_memory(made: Prepared) -> None:
     _, expected, larger = lines_of(made)
     assert "tokens/s" in expected
     assert "cannot hold all weights" in larger
-    assert plan.lanes[0].placement.fetched
-    assert "KB are fetched in every step" in larger
+    size_of = {buffer.name: buffer.size_bytes for buffer in plan.graphs[-1].trace.buffers}
+    fetched = sum(size_of[name] for name, _ in plan.lanes[0].placement.fetched)
+    assert 0 < fetched
+    assert f"{units.size(fetched)} are fetched in every step" in larger
 
 
 def test_a_small_host_has_what_the_gpu_cannot_hold_and_refusals_name_launches(made: Prepared) -> None:
@@ -158,8 +193,7 @@ def test_packed_experts_are_on_both_devices_and_answer_as_dequantised(
     asks: list[Ask], tmp_path: Path
 ) -> None:
     model = write_folder(tmp_path, "mxfp4", "gpt_oss", intermediate=512, layers=1)
-    cluster = wire(cap_memory(parse_devices(f"{CARD},{HOST}"), [f"{CARD}=0.4MB"]))
-    made = prepare(str(tmp_path), cluster, SPEC)
+    made = prepared(str(tmp_path), "0.4MB", tmp_path)
     plan = made.policies[0].plans[0]
     placed = plan.lanes[0].placement.devices[-1]
     assert {0, 1} == {placed[launch] for launch in experts_of(plan.graphs[-1].trace)}
