@@ -181,8 +181,10 @@ class Solver:
             self.ranges[leaf] = (1 if later else low, high)
             return {(leaf,): 1}
         if kind == "as":
-            inner = self._leaf(leaf[2])
-            return inner if set(inner) <= {()} else self._variable(leaf, self.range(inner))
+            # The conditions and the turn of the access are not those of the other thread or iteration.
+            there = Solver(self.launch, self.loops)
+            inner = there._leaf(leaf[2])
+            return inner if set(inner) <= {()} else self._variable(leaf, there.range(inner))
         if kind == "op":
             return self._op(leaf)
         return self._variable(leaf, (leaf[2], leaf[3]))

@@ -146,6 +146,19 @@ def test_masked_lane_bits_resolve_exactly() -> None:
     assert Intervals(((0, 128),), True) == extent(body).resolve(launch(1, 32))
 
 
+def test_guard_does_not_bound_another_threads_index() -> None:
+    """A shuffle before `if (tid < n)` brings the index of a thread that may be beyond n."""
+    body = (
+        pointers(0)
+        + """mov.u32 %r4, %tid.x; shfl.sync.down.b32 %r5, %r4, 1, 31, -1; mul.wide.u32 %rd20, %r5, 4;
+        add.s64 %rd30, %rd11, %rd20; ld.param.u32 %r9, [k_param_3]; setp.ge.s32 %p1, %r4, %r9;
+        @%p1 bra $END; st.global.f32 [%rd30], %f1;
+        $END:"""
+    )
+
+    assert extent(body).resolve(launch(1, 32, p3=5)).covers(4, 24)
+
+
 def test_gather_is_open() -> None:
     """An index from memory may be anything of its type."""
     body = (
