@@ -107,7 +107,8 @@ def _products() -> Iterator[None]:
     """
     import torch
 
-    with torch.backends.mkldnn.flags(enabled=True):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.backends.mkldnn, "enabled", True)
         yield
 
 

@@ -40,7 +40,7 @@ def test_help_is_printed(
 ) -> None:
     monkeypatch.setattr(sys, "argv", [path.name, "--help"])
     with pytest.raises(SystemExit) as end:
-        runpy.run_module(f"benchmarks.{path.stem}", run_name="__main__")
+        runpy.run_path(str(path), run_name="__main__")
 
     assert (0, True) == (end.value.code, "usage:" in capsys.readouterr().out)
 

@@ -30,6 +30,7 @@ def test_a_sparse_tensor_is_refused() -> None:
         capture(lambda x: x.to_sparse().sum())
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")  # torch will drop them
 def test_a_quantized_tensor_is_refused() -> None:
     """Its scale is not in its memory, so its memory alone cannot be moved."""
     with pytest.raises(CaptureError, match=r"quantized.*dequantize"):

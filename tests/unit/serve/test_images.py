@@ -33,6 +33,8 @@ from tessera.serve.single_device import (  # noqa: E402
 from tessera.serve.text import ByteText  # noqa: E402
 
 MODEL = "small-diffusion"
+# diffusers imports a model of transformers that is scripted.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 
 
 def make_pipeline(path: Path) -> Any:
