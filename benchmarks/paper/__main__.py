@@ -19,9 +19,8 @@ from benchmarks.paper.tables import tables
 
 from tessera.cli import run_app
 from tessera.cli.output import JsonOption, console, progress, say
-from tessera.errors import MissingExtra, TesseraError
+from tessera.errors import MissingExtra, TesseraError, extra_module
 from tessera.ir.files import cache_folder
-from tessera.report.ratios import check_matplotlib
 
 ONLY_HELP = (
     "One figure: heterogeneity, throughput, cost, online, sensitivity, scaling, links or regimes. Repeatable."
@@ -81,7 +80,7 @@ def paper(
         _as_published(quick, jobs, output, as_json)
         return
     if output is not None and not as_json:
-        check_matplotlib()
+        extra_module("matplotlib", "report")
     logging.getLogger("transformers").setLevel(logging.ERROR)  # its advice is not about our flow
     figures = chosen(only or ())
     logs = [str(Path(log).resolve()) for log in arrivals or ()]

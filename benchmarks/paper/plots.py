@@ -6,13 +6,12 @@ from typing import Any
 
 from benchmarks.paper.figures import Figure
 
-from tessera.errors import TesseraError
-from tessera.report.ratios import check_matplotlib
+from tessera.errors import TesseraError, extra_module
 
 
 def draw_all(figures: Sequence[Figure], found: dict[str, Any], folder: Path) -> list[Path]:
     """Writes FOLDER/NAME.png for every figure; the label of its numbers stands in the picture."""
-    check_matplotlib()
+    extra_module("matplotlib", "report")
     return [draw(figure, found, folder / f"{figure.name}.png") for figure in figures if figure.name in found]
 
 

@@ -1,5 +1,6 @@
 """`tessera profile` on devices of this machine, as a user runs it."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,7 +90,7 @@ def test_without_matplotlib_the_line_that_installs_it_is_shown(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The extra is named."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     words = ("--devices", "emu:a100,emu:l40s", "--plot", folder / "r.png", "-o", folder / "r.costs")
     code, _, err = call("profile", folder / "d.trace", *words, capsys=capsys)
 

@@ -2,7 +2,6 @@
 
 import asyncio
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -22,7 +21,7 @@ from tessera.cli.output import (
     progress,
     shown,
 )
-from tessera.errors import LoadError, MissingExtra, TesseraError
+from tessera.errors import LoadError, TesseraError, extra_module
 from tessera.simulate.arrivals import make_arrivals
 
 if TYPE_CHECKING:
@@ -192,8 +191,7 @@ def bench_serve(
     api_key: Annotated[str | None, option("API key of the server, or @FILE.")] = None,
 ) -> Illustrated[BenchServe]:
     """Load a server and report its rate, latencies and errors."""
-    if find_spec("aiohttp") is None:
-        raise MissingExtra("aiohttp", "load")
+    extra_module("aiohttp", "load")
     from tessera.serve.load import figures, measure
 
     options, key = sent.options(), _key(api_key)

@@ -114,7 +114,9 @@ def _price(
     trace: Path, devices: tuple[Device, ...], output: Path | None, kept: partial[Store], plot: Path | None
 ) -> ProfileReport:
     if plot is not None:
-        _check_plot(devices)
+        from tessera.report.ratios import check_plot, draw_ratios
+
+        check_plot(len(devices), plot)
     with progress(f"reading {trace.name}"):
         loaded = load(Trace, trace)
     measured = measure_devices(loaded, devices, kept)
@@ -123,8 +125,6 @@ def _price(
     path = output or trace.with_suffix(".costs")
     save(costs, path)
     if plot is not None:
-        from tessera.report.ratios import draw_ratios
-
         draw_ratios(loaded, costs, [work.op.value for work in works(loaded)], plot)
     names, step = tuple(d.name for d in costs.devices), loaded.step
     return ProfileReport(
@@ -194,15 +194,6 @@ def _sources(costs: Costs) -> str:
     if not any(found):
         return "modelled"
     return "measured" if all(found) else f"{sum(found)} prices measured, {len(found) - sum(found)} modelled"
-
-
-def _check_plot(devices: tuple[Device, ...]) -> None:
-    from tessera.report.ratios import check_matplotlib
-
-    if len(devices) != 2:
-        message = f"a plot compares two devices; {len(devices)} were named"
-        raise TesseraError(message, "Name two with --devices.", "--plot")
-    check_matplotlib()
 
 
 def measure_links(devices: Sequence[Device], path: Path, transport: str) -> tuple[LinkFit, ...]:

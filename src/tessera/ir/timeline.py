@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from itertools import pairwise
 
 import msgspec
@@ -44,23 +45,26 @@ class Timeline:
     def makespan_us(self) -> float:
         return max((stop for _, _, stop in self.requests), default=0.0)
 
-    def busy_us(self) -> dict[str, float]:
-        busy: dict[str, float] = {}
+    @cached_property
+    def intervals(self) -> dict[str, list[tuple[float, float]]]:
+        """Track -> when it was busy: overlapping spans are one interval."""
+        found: dict[str, list[tuple[float, float]]] = {}
         for span in self.spans:
-            busy[span.track] = busy.get(span.track, 0.0) + span.stop_us - span.start_us
-        return busy
+            _join(found.setdefault(span.track, []), span.start_us, span.stop_us)
+        return found
+
+    def busy_us(self) -> dict[str, float]:
+        return {
+            track: sum(stop - start for start, stop in listed) for track, listed in self.intervals.items()
+        }
 
     def transfer_us(self) -> tuple[float, float]:
         """Total, and the part hidden by compute on the destination."""
-        computing: dict[str, list[tuple[float, float]]] = {}
-        for span in self.spans:
-            if not span.is_transfer:
-                _join(computing.setdefault(span.track, []), span.start_us, span.stop_us)
         total = hidden = 0.0
         for span in self.spans:
             if span.is_transfer:
                 total += span.stop_us - span.start_us
-                busy = computing.get(span.track.rpartition(LINK_ARROW)[2], [])
+                busy = self.intervals.get(span.track.rpartition(LINK_ARROW)[2], [])
                 hidden += _shared(busy, span.start_us, span.stop_us)
         return total, hidden
 

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tessera.errors import ArtifactError, MissingExtra
+from tessera.errors import ArtifactError, extra_module
 from tessera.ir.files import write_whole
 from tessera.profile.counts import OpClass, Work
 from tessera.profile.fitted import Array, Loads, l2_share
@@ -291,10 +291,7 @@ def read_rows(file: TableFile, variant: str, store: TableCache) -> Rows:
 
 
 def _read(file: TableFile, kind: Kind, variant: str) -> Arrays:
-    try:
-        from pyarrow import parquet
-    except ImportError as error:
-        raise MissingExtra("pyarrow", "tables") from error
+    parquet = extra_module("pyarrow.parquet", "tables", "pyarrow")
     try:
         present = set(parquet.read_schema(file.path).names)
         wanted = _wanted(kind, present)

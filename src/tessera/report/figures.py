@@ -85,7 +85,7 @@ def device_uses(plan: Plan, timeline: Timeline | None = None) -> tuple[UsedDevic
     busy = {usage.name: usage.utilisation for usage in found.devices}
     placed = [sum(k.num_runs * k.share[d] for k in found.kernels) for d in range(len(names))]
     if timeline is not None:
-        busy = {t.name: utilisation(t, end_us(timeline)) for t in tracks(timeline, names)}
+        busy = dict.fromkeys(names, 0.0) | utilisation(timeline)
     return tuple(
         UsedDevice(x.name, x.gpu, num, num / (sum(placed) or 1), busy[x.name], memory.weight_bytes)
         for x, num, memory in zip(plan.cluster.devices, placed, found.memory, strict=True)
@@ -115,16 +115,9 @@ def tracks(timeline: Timeline, devices: Iterable[str] = ()) -> tuple[Track, ...]
     return tuple(sorted(made, key=lambda track: track.is_link))  # stable: order of appearance within a kind
 
 
-def busy_us(spans: Sequence[Span]) -> float:
-    busy, until = 0.0, float("-inf")
-    for span in spans:
-        busy += max(0.0, span.stop_us - max(span.start_us, until))
-        until = max(until, span.stop_us)
-    return busy
-
-
-def utilisation(track: Track, run_us: float) -> float:
-    return busy_us(track.spans) / run_us if run_us > 0 else 0.0
+def utilisation(timeline: Timeline) -> dict[str, float]:
+    run_us = end_us(timeline)
+    return {name: us / run_us for name, us in timeline.busy_us().items()} if run_us > 0.0 else {}
 
 
 def end_us(timeline: Timeline) -> float:

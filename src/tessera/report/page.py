@@ -83,7 +83,8 @@ def breakable(name: str) -> Markup:
 
 def plan_part(plan: Plan, timeline: Timeline) -> dict[str, Any]:
     found, run_us = figures.tracks(timeline, plan.cluster.names), figures.end_us(timeline)
-    busy = [(figures.utilisation(track, run_us), track) for track in found if track.is_link]
+    busy = figures.utilisation(timeline)
+    links = [(busy.get(track.name, 0.0), track) for track in found if track.is_link]
     return {
         "plan": plan,
         "model": plan.unit.graphs[0].trace.step.model,
@@ -94,11 +95,11 @@ def plan_part(plan: Plan, timeline: Timeline) -> dict[str, Any]:
         "timeline": timeline,
         "run_us": run_us,
         "devices": figures.device_uses(plan, timeline),
-        "links": sorted(busy, key=lambda x: -x[0]),
+        "links": sorted(links, key=lambda x: -x[0]),
         "wires": {f"{link.src} -> {link.dst}": link for link in plan.cluster.links},
         "max_links": MAX_LINKS,
         "num_colours": NUM_COLOURS,
-        "overview": _overview(timeline, found),
+        "overview": _overview(timeline, found, busy),
         "layers": layers(plan),
         "dependencies": _dependencies(plan),
         "lanes": _lanes(plan),
@@ -130,7 +131,9 @@ def _lanes(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def _overview(timeline: Timeline, found: Sequence[figures.Track]) -> dict[str, Any] | None:
+def _overview(
+    timeline: Timeline, found: Sequence[figures.Track], busy: dict[str, float]
+) -> dict[str, Any] | None:
     """Devices, then the links with most spans."""
     total = figures.end_us(timeline)
     if not timeline.spans or total <= 0:
@@ -140,7 +143,7 @@ def _overview(timeline: Timeline, found: Sequence[figures.Track]) -> dict[str, A
         {
             "name": track.name,
             "is_link": track.is_link,
-            "note": units.percent(figures.utilisation(track, total)),
+            "note": units.percent(busy.get(track.name, 0.0)),
             "paths": _columns(track.spans, total),
         }
         for track in found

@@ -3,13 +3,12 @@
 Launches that take no time on a device are omitted.
 """
 
-import importlib.util
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tessera.errors import MissingExtra, TesseraError
+from tessera.errors import TesseraError, extra_module
 from tessera.ir import Costs, Trace
 
 FORMATS = (".png", ".svg", ".pdf")
@@ -18,9 +17,14 @@ EVEN = 1.1
 FIRST, SECOND, MIDDLE = "#2a6f97", "#c8553d", "#8a8a8a"
 
 
-def check_matplotlib() -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise MissingExtra("matplotlib", "report")
+def check_plot(num_devices: int, path: Path) -> None:
+    """Raises before anything is measured."""
+    if num_devices != 2:
+        message = f"a plot compares two devices; {num_devices} were named"
+        raise TesseraError(message, "Name two with --devices.", "--plot")
+    if path.suffix.lower() not in FORMATS:
+        raise TesseraError(f"'{path.name}' is no picture", f"End its name in {', '.join(FORMATS)}.", "--plot")
+    extra_module("matplotlib", "report")
 
 
 def ratios(costs: Costs, classes: Sequence[str]) -> dict[str, list[tuple[float, float]]]:
@@ -43,9 +47,7 @@ def sources(costs: Costs) -> str:
 
 
 def draw_ratios(trace: Trace, costs: Costs, classes: Sequence[str], path: Path) -> None:
-    check_matplotlib()
-    if path.suffix.lower() not in FORMATS:
-        raise TesseraError(f"'{path.name}' is no picture", f"End its name in {', '.join(FORMATS)}.", "--plot")
+    check_plot(len(costs.devices), path)
     found = ratios(costs, classes)
     if not found:
         raise TesseraError("no launch takes time on both devices", "Name other devices.", "--plot")

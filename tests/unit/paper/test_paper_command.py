@@ -1,9 +1,9 @@
 """`python -m benchmarks.paper`: the contract of its JSON, its files, and one line for every mistake."""
 
 import contextlib
-import importlib.util
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +60,7 @@ def test_json_needs_no_matplotlib(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the extra the document is written, and a note names the extra."""
-    find = importlib.util.find_spec
-    hidden = {"matplotlib"}
-    monkeypatch.setattr("importlib.util.find_spec", lambda n, *at: None if n in hidden else find(n, *at))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     code = run_app(app, [*TINY, "--only", "heterogeneity", "--json", "-o", str(tmp_path)], "paper")
     out, err = capsys.readouterr()
 

@@ -1,7 +1,7 @@
 """Spans sorted into tracks."""
 
 from tessera.ir import Clock, Span, Timeline
-from tessera.report.figures import busy_us, end_us, rows, tracks, utilisation
+from tessera.report.figures import rows, tracks, utilisation
 
 
 def span(start_us: float, stop_us: float, track: str = "a") -> Span:
@@ -18,21 +18,23 @@ def test_devices_come_before_links_and_idle_ones_are_kept() -> None:
 
 def test_overlapping_time_counts_once() -> None:
     """Two spans that share a microsecond are busy for their union."""
-    assert 3.0 == busy_us([span(0, 2), span(1, 3)])
+    timeline = Timeline(Clock.SIMULATED, (span(0, 2), span(1, 3)), ())
+
+    assert {"a": 3.0} == timeline.busy_us()
 
 
 def test_utilisation_is_busy_time_over_the_run() -> None:
     """A device busy for one of four microseconds is used by a quarter."""
     timeline = Timeline(Clock.SIMULATED, (span(0, 1),), ((0, 0.0, 4.0),))
 
-    assert 0.25 == utilisation(tracks(timeline)[0], end_us(timeline))
+    assert {"a": 0.25} == utilisation(timeline)
 
 
-def test_utilisation_of_an_empty_run_is_zero() -> None:
+def test_nothing_is_used_in_an_empty_run() -> None:
     """Nothing ran, so nothing was busy."""
     timeline = Timeline(Clock.SIMULATED, (), ())
 
-    assert 0.0 == utilisation(tracks(timeline, ["a"])[0], end_us(timeline))
+    assert {} == utilisation(timeline)
 
 
 def test_overlapping_spans_go_to_further_rows() -> None:
