@@ -11,8 +11,8 @@ Fields of a frozen dataclass or msgspec struct are printed in order:
 Units come from the end of a field's name (`_us`, `_bytes`, `_per_s`, ...). A field can say more with
 `Annotated[T, HIDDEN]` (only in the JSON) or `Annotated[T, shown("label", "unit")]`.
 
-A table that does not fit the terminal is turned, in as many pieces as that takes; else long words are broken;
-else each record is a section. No text is ever cut.
+A table that does not fit the terminal is divided into pieces, each with the first column and as many of the
+others as fit; else long words are broken; else each record is a section. No text is ever cut.
 """
 
 import dataclasses
@@ -31,9 +31,7 @@ from tessera.ir.units import duration, percent, size
 
 # Cells of at least this length wrap, in columns of at least this width.
 PROSE_LENGTH, PROSE_WIDTH = 28, 14
-# Columns of a turned table are as wide as "prefill-decode-".
-NAME_WIDTH = 15
-# Space between two columns; pieces of a turned table.
+# Space between two columns; pieces of a table.
 GAP, MAX_PIECES = 2, 4
 WORDS = {
     "usd": "USD", "ttft": "TTFT", "tpot": "TPOT", "gpu": "GPU", "gpus": "GPUs", "slo": "SLO",
@@ -62,6 +60,10 @@ def number(value: float) -> str:
     if value == 0 or not math.isfinite(value) or abs(value) >= 1e-4:
         return f"{value:.4g}"
     return f"{value:.{3 - math.floor(math.log10(abs(value)))}f}"
+
+
+# Head, whether its cells are numbers, and the cells.
+Column = tuple[str, bool, Sequence[str]]
 
 
 class Field(NamedTuple):
@@ -186,7 +188,7 @@ def _flush(lines: list[tuple[str, str]], console: Console) -> None:
 def render_table(
     title: str, records: Sequence[Any], console: Console, names: Sequence[str] | None = None
 ) -> None:
-    """One row per record; turned where that is too wide."""
+    """One row per record."""
     heads, rows, rights = [], [], []
     for field in fields_of(type(records[0])):
         values = [getattr(record, field.name) for record in records]
@@ -197,65 +199,51 @@ def render_table(
             rights.append(all(x is None or isinstance(x, int | float) for x in values))
     if names is not None:
         heads, rows, rights = ["", *heads], [list(names), *rows], [False, *rights]
-    table = [[head, *cells] for head, cells in zip(heads, rows, strict=True)]
-    names_column, *turned = [["", *heads[1:]], *([head, *rest] for head, *rest in zip(*rows, strict=True))]
+    columns = list(zip(heads, rights, rows, strict=True))
     console.print(_title(title))
-    whole, folded = (_table(table, rights, folds) for folds in (False, True))
-    pieces = _pieces(names_column, turned, console)
-    if _fits(whole, console):
-        console.print(whole)
-    elif pieces:
-        for number, piece in enumerate(pieces):
-            console.print(*([""] if number else []), piece, sep="\n")
-    elif _fits(folded, console):
-        console.print(folded)
-    else:
-        for index in range(len(records)):
-            _flush([(head, cells[index]) for head, cells in zip(heads, rows, strict=True)], console)
-            console.print()
+    for pieces in (_pieces(columns, console, folds) for folds in (False, True)):
+        if pieces:
+            for number, piece in enumerate(pieces):
+                console.print(*([""] if number else []), piece, sep="\n")
+            return
+    for index in range(len(records)):
+        _flush([(head, cells[index]) for head, _, cells in columns], console)
+        console.print()
 
 
-def _pieces(first: Sequence[str], columns: Sequence[Sequence[str]], console: Console) -> list[Table]:
-    """As many columns as fit, each time with the first one; empty: too many pieces, or one is too wide."""
-    pieces: list[list[Sequence[str]]] = []
-    for column in columns:
-        # rich counts the gap after the last column when it shrinks columns, not when it measures them
-        if not pieces or not _fits(_turned([first, *pieces[-1], column]), console, GAP):
-            pieces.append([])
-        pieces[-1].append(column)
-    tables = [_turned([first, *piece]) for piece in pieces]
-    return tables if len(tables) <= MAX_PIECES and all(_fits(t, console) for t in tables) else []
-
-
-def _turned(columns: Sequence[Sequence[str]]) -> Table:
-    return _table(columns, [False, *(True for _ in columns[1:])], False, is_turned=True)
-
-
-def _fits(table: Table, console: Console, spare: int = 0) -> bool:
+def _pieces(columns: Sequence[Column], console: Console, folds: bool) -> list[Table]:
+    """Empty: too many pieces, or one is too wide."""
     endless = console.options.update(width=10**6)  # a measure is cut to the width of its options
-    return console.measure(table, options=endless).minimum + spare <= console.width
+
+    def fits(piece: Sequence[Column]) -> bool:
+        return console.measure(_table(piece, folds), options=endless).minimum <= console.width
+
+    pieces = [list(columns[:1])]
+    for column in columns[1:]:
+        if not fits([*pieces[-1], column]):
+            pieces.append([columns[0]])
+        pieces[-1].append(column)
+    is_good = len(pieces) <= MAX_PIECES and all(map(fits, pieces))
+    return [_table(piece, folds) for piece in pieces] if is_good else []
 
 
-def _table(
-    columns: Sequence[Sequence[str]], rights: Sequence[bool], folds: bool, is_turned: bool = False
-) -> Table:
-    """Long texts wrap, between words unless `folds`; in a turned table sooner, and heads after hyphens."""
-    prose_length, prose_width = (NAME_WIDTH + 1, NAME_WIDTH) if is_turned else (PROSE_LENGTH, PROSE_WIDTH)
+def _table(columns: Sequence[Column], folds: bool) -> Table:
+    """Long texts wrap, between words unless `folds`."""
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold underline")
-    table.show_header = any(head for head, *_ in columns)
-    for (head, *cells), is_right in zip(columns, rights, strict=True):
-        wide = NAME_WIDTH if is_turned else max(map(len, (*head.split(), *cells)), default=1)
-        lines = textwrap.wrap(head, max(wide, 1), break_long_words=False, break_on_hyphens=is_turned)
+    table.show_header = any(head for head, _, _ in columns)
+    for head, is_right, cells in columns:
+        wide = max(map(len, (*head.split(), *cells)), default=1)
+        lines = textwrap.wrap(head, max(wide, 1), break_long_words=False, break_on_hyphens=False)
         width = max(map(len, (*lines, *cells)), default=0)
         longest = max((len(word) for text in (*lines, *cells) for word in text.split()), default=0)
-        wraps = width >= prose_length and (folds or longest <= prose_width)
+        wraps = width >= PROSE_LENGTH and (folds or longest <= PROSE_WIDTH)
         table.add_column(
             Text("\n".join(lines)),
             justify="right" if is_right else "left",
             no_wrap=not wraps,
-            min_width=prose_width if wraps else width,
+            min_width=PROSE_WIDTH if wraps else width,
             overflow="fold",
         )
-    for row in zip(*(column[1:] for column in columns), strict=True):
+    for row in zip(*(cells for _, _, cells in columns), strict=True):
         table.add_row(*map(Text, row))
     return table
