@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 from markupsafe import Markup
 
 from tessera.ir import Graph, Hazard, Plan, Span, Timeline, units
@@ -21,7 +22,6 @@ from tessera.plan import explain
 from tessera.report import figures
 from tessera.report.picture import Picture, layer_of, layer_picture
 
-NUM_DEVICE_COLOURS = 6
 FILTERS = ("digits", "duration", "percent", "plural", "rate", "ratio", "size")
 MAX_LINKS, MAX_STEPS, MAX_LANES, MAX_TEXT = 24, 4, 12, 60
 # Longer parts of a dotted name are broken.
@@ -61,13 +61,9 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {name: getattr(units, name) for name in FILTERS}
-    environment.filters |= {"breakable": breakable, "cut": cut, "device_class": device_class}
+    environment.filters |= {"breakable": breakable, "cut": cut}
     environment.filters["step_title"] = figures.step_title
     return environment
-
-
-def device_class(device: int) -> str:
-    return f"d{device % NUM_DEVICE_COLOURS}"
 
 
 def cut(text: str, limit: int = MAX_TEXT) -> str:
@@ -102,7 +98,8 @@ def plan_part(plan: Plan, timeline: Timeline) -> dict[str, Any]:
         "overview": _overview(timeline, found, busy),
         "layers": layers(plan),
         "dependencies": _dependencies(plan),
-        "lanes": _lanes(plan),
+        "lanes": sorted(enumerate(figures.shares(plan)), key=lambda lane: -lane[1])[:MAX_LANES],
+        "max_steps": MAX_STEPS,
         "num_hidden_lanes": len(plan.lanes) - MAX_LANES,
     }
 
@@ -110,25 +107,6 @@ def plan_part(plan: Plan, timeline: Timeline) -> dict[str, Any]:
 def layers(plan: Plan) -> list[Picture]:
     lane = figures.main_lane(plan)
     return [layer_picture(plan, lane, step) for step in range(min(MAX_STEPS, len(plan.unit.graphs)))]
-
-
-def _lanes(plan: Plan) -> list[dict[str, Any]]:
-    order = sorted(enumerate(figures.shares(plan)), key=lambda lane: -lane[1])[:MAX_LANES]
-    kinds = [graph.trace.step.kind for graph in plan.graphs[:MAX_STEPS]]
-    return [
-        {
-            "number": number,
-            "share": share,
-            "per_s": plan.lanes[number].rate_per_s,
-            "steps": [
-                (kind, costs.busy_us(devices))
-                for kind, costs, devices in zip(
-                    kinds, plan.costs, plan.lanes[number].placement.devices, strict=False
-                )
-            ],
-        }
-        for number, share in order
-    ]
 
 
 def _overview(
@@ -169,16 +147,14 @@ def _columns(spans: Sequence[Span], total_us: float) -> list[tuple[int, str, str
 
 def _cells(spans: Sequence[Span], total_us: float) -> list[tuple[int, int]]:
     """(colour, level) of every column; level 0 is idle."""
-    busy: list[dict[int, float]] = [{0: 0.0} for _ in range(COLUMNS)]
+    busy, edges = np.zeros((NUM_COLOURS, COLUMNS)), np.arange(COLUMNS + 1)
     for span in spans:
-        left = max(0.0, span.start_us / total_us * COLUMNS)
-        right = min(float(COLUMNS), span.stop_us / total_us * COLUMNS)
-        colour = span.request % NUM_COLOURS
-        for column in range(int(left), min(COLUMNS, math.ceil(right))):
-            part = min(right, column + 1) - max(left, column)
-            busy[column][colour] = busy[column].get(colour, 0.0) + part
-    levels = [math.ceil(min(1.0, sum(column.values())) * LEVELS - 1e-6) for column in busy]
-    return [(max(column, key=column.__getitem__), level) for column, level in zip(busy, levels, strict=True)]
+        left, right = (us / total_us * COLUMNS for us in (span.start_us, span.stop_us))
+        here = slice(max(0, int(left)), max(0, math.ceil(right)))
+        parts = np.minimum(right, edges[1:][here]) - np.maximum(left, edges[:-1][here])
+        busy[span.request % NUM_COLOURS, here] += parts
+    levels = np.ceil(np.minimum(1.0, busy.sum(axis=0)) * LEVELS - 1e-6).astype(int)
+    return list(zip(busy.argmax(axis=0).tolist(), levels.tolist(), strict=True))
 
 
 def _axis(total_us: float) -> tuple[str, list[tuple[str, str]]]:
