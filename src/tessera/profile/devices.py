@@ -256,30 +256,7 @@ def _check_fit(here: Sequence[Device], card: Card) -> None:
 
 
 def make_cluster(devices: tuple[Device, ...], link: str) -> Cluster:
-    pairs = [(a, b) for a in devices for b in devices if a.name != b.name]
-    if link == MEASURED:
-        links = _measured_links(pairs)
-    elif link in LINKS:
-        preset = LINKS[link]
-        links = [Link(a.name, b.name, preset.name, preset.latency_us, preset.gbps) for a, b in pairs]
-    else:
-        raise UnknownName("link", link, (*LINKS, MEASURED))
-    cluster = Cluster(devices, tuple(links))
-    verify(cluster)
-    return cluster
-
-
-def _measured_links(pairs: Iterable[tuple[Device, Device]]) -> list[Link]:
-    from tessera.profile.store import stored_links
-
-    known = {(x.src, x.dst): x for x in stored_links()}
-    links = []
-    for a, b in pairs:
-        if (a.name, b.name) not in known:
-            remedy = f"Measure it: tessera profile --links --devices {a.name},{b.name}"
-            raise TesseraError(f"no link from {a.name} to {b.name} was measured", remedy, "--link")
-        links.append(known[a.name, b.name])
-    return links
+    return wire(devices, [link])
 
 
 def wire(devices: tuple[Device, ...], words: Sequence[str] = (), buses: Sequence[str] = ()) -> Cluster:
@@ -287,28 +264,37 @@ def wire(devices: tuple[Device, ...], words: Sequence[str] = (), buses: Sequence
     if len(plain) > 1:
         remedy = "Give one for all pairs, and the others as emu:a100-emu:l40s=nvlink."
         raise TesseraError(f"more than one link for all pairs: {', '.join(plain)}", remedy, "--link")
-    cluster = make_cluster(devices, plain[0] if plain else DEFAULT)
-    links = {(x.src, x.dst): x for x in cluster.links}
+    names = tuple(device.name for device in devices)
+    pairs = [(a, b) for a in names for b in names if a != b]
+    links = _links(plain[0] if plain else DEFAULT, pairs)
     for word in words:
         if word not in plain:
-            _join(links, word, cluster.names)
+            ends, _, name = word.rpartition("=")
+            joined = [(a, b) for a, b in pairs if ends in (f"{a}-{b}", f"{b}-{a}", f"{a}>{b}")]
+            links |= _links(name, joined)
+            if not joined:
+                remedy = f"Write A-B=LINK with two of {', '.join(names)}."
+                raise TesseraError(f"'{ends}' is not a pair of devices", remedy, "--link")
     for bus in buses:
-        _share(links, bus, cluster.names)
-    wired = Cluster(devices, tuple(links.values()))
-    verify(wired)
-    return wired
+        _share(links, bus, names)
+    cluster = Cluster(devices, tuple(links.values()))
+    verify(cluster)
+    return cluster
 
 
-def _join(links: dict[tuple[str, str], Link], word: str, names: tuple[str, ...]) -> None:
-    ends, _, name = word.rpartition("=")
-    check_known("link", name, LINKS)
-    preset = LINKS[name]
-    pairs = [(a, b) for a in names for b in names if a != b and ends in (f"{a}-{b}", f"{b}-{a}", f"{a}>{b}")]
-    if not pairs:
-        remedy = f"Write A-B=LINK with two of {', '.join(names)}."
-        raise TesseraError(f"'{ends}' is not a pair of devices", remedy, "--link")
-    for src, dst in pairs:
-        links[src, dst] = Link(src, dst, preset.name, preset.latency_us, preset.gbps)
+def _links(name: str, pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Link]:
+    check_known("link", name, (*LINKS, MEASURED))
+    if name != MEASURED:
+        preset = LINKS[name]
+        return {(a, b): Link(a, b, preset.name, preset.latency_us, preset.gbps) for a, b in pairs}
+    from tessera.profile.store import stored_links
+
+    known = {(x.src, x.dst): x for x in stored_links()}
+    for a, b in pairs:
+        if (a, b) not in known:
+            remedy = f"Measure it: tessera profile --links --devices {a},{b}"
+            raise TesseraError(f"no link from {a} to {b} was measured", remedy, "--link")
+    return {pair: known[pair] for pair in pairs}
 
 
 def _share(links: dict[tuple[str, str], Link], bus: str, names: tuple[str, ...]) -> None:
