@@ -309,8 +309,7 @@ def make_timer(trace: ir.Trace, device: ir.Device, stream: Any = None) -> Timer:
 
 def _own_tensors(trace: ir.Trace, device: ir.Device) -> tuple[Tensors | None, tuple[str, ...]]:
     """None and the reason if the model cannot be built there."""
-    kinds = (ir.BufferKind.WEIGHT, ir.BufferKind.STATE)
-    size = sum(b.size_bytes for b in trace.buffers if b.kind in kinds)
+    size = trace.bytes_of(ir.BufferKind.WEIGHT, ir.BufferKind.STATE)
     where = "cpu" if device.kind is ir.DeviceKind.CPU else f"cuda:{device.ordinal}"
     limit = min(device.memory_bytes, MAX_BUILT_BYTES) if where == "cpu" else device.memory_bytes
     try:

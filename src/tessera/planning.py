@@ -151,7 +151,7 @@ class ServedSteps:
     @cached_property
     def model_bytes(self) -> fluid.ModelBytes:
         first = self.family.recordings[0].trace
-        weights, each = _held(first, ir.BufferKind.WEIGHT), self._state_per(3)
+        weights, each = first.bytes_of(ir.BufferKind.WEIGHT), self._state_per(3)
         read = {a.buffer for n, x in enumerate(first.launches) if self._attention[n] for a in x.accesses}
         inside = sum(
             first.buffers[b].size_bytes for b in read if first.buffers[b].kind is ir.BufferKind.WEIGHT
@@ -161,7 +161,7 @@ class ServedSteps:
     def _state_per(self, anchor: int) -> float:
         """State bytes per sequence (2) or position (3)."""
         first, more = (self.family.recordings[n].trace for n in (0, anchor))
-        grown = _held(more, ir.BufferKind.STATE) - _held(first, ir.BufferKind.STATE)
+        grown = more.bytes_of(ir.BufferKind.STATE) - first.bytes_of(ir.BufferKind.STATE)
         return grown / (ANCHORS[anchor][anchor - 1] - ANCHORS[0][anchor - 1])
 
     def price(self, tokens: int, sequences: int, length: int) -> fluid.StepPrice:
@@ -206,10 +206,6 @@ class ServedSteps:
         graphs = tuple(self.family.at(step) for step in sizes)
         unit = ir.WorkUnit(graphs, (1,) * (len(graphs) - 1) + (FULL_STEPS,))
         return unit, flow.price(unit, self.cluster)
-
-
-def _held(trace: ir.Trace, kind: ir.BufferKind) -> int:
-    return sum(buffer.size_bytes for buffer in trace.buffers if buffer.kind is kind)
 
 
 def service_memory(plan: ir.ServicePlan) -> tuple[DeviceMemory, ...]:

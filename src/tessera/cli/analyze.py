@@ -128,7 +128,7 @@ def summary(graph: Graph) -> GraphSummary:
         edges=len(graph.edges),
         hazards={kind: hazards[kind] for kind in ("raw", "war", "waw")},
         buffers={kind: len(buffers) for kind, buffers in by_kind.items()},
-        bytes={kind: sum(trace.buffers[b].size_bytes for b in buffers) for kind, buffers in by_kind.items()},
+        bytes={kind.value: trace.bytes_of(kind) for kind in BufferKind},
         state_groups=len(graph.groups),
         state=tuple(trace.buffers[b].name for b in by_kind[BufferKind.STATE.value]),
         undeclared_aliases=dict(trace.aliases),

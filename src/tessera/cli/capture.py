@@ -81,15 +81,16 @@ def capture(
         check_device(device)
         kind = step or default_step(model)
         advance(f"recording {model}")
-        what = Step(place_of(model), kind, batch, context, seed, reserve, random_weights, _full(inputs))
+        path = str(inputs.resolve()) if inputs else ""  # the step can be built again from elsewhere
+        what = Step(place_of(model), kind, batch, context, seed, reserve, random_weights, path)
         with blamed_for_run(what.model):
             trace = _record_compiled(what, device) if compiled else record_step(what, device)
         advance("analyzing")
         num_edges = len(analyze.build_graph(trace).edges)
         advance("writing")
-        path = output or Path(f"{kind}.trace")
-        save(trace, path)
-    return _captured(trace, num_edges, path, model, device)
+        output = output or Path(f"{kind}.trace")
+        save(trace, output)
+    return _captured(trace, num_edges, output, model, device)
 
 
 def _captured(trace: Trace, num_edges: int, path: Path, model: str, device: str) -> CapturedTrace:
@@ -102,8 +103,8 @@ def _captured(trace: Trace, num_edges: int, path: Path, model: str, device: str)
         views=trace.num_views,
         buffers=len(trace.buffers),
         edges=num_edges,
-        state_bytes=_bytes(trace, BufferKind.STATE),
-        weight_bytes=_bytes(trace, BufferKind.WEIGHT),
+        state_bytes=trace.bytes_of(BufferKind.STATE),
+        weight_bytes=trace.bytes_of(BufferKind.WEIGHT),
         kinds={kind.value: len(trace.buffers_of(kind)) for kind in BufferKind},
         undeclared_aliases=dict(trace.aliases),
     )
@@ -124,17 +125,8 @@ def _record_compiled(step: Step, device: str) -> Trace:
     return record_inductor(on_device(build(step), device)).trace
 
 
-def _full(path: Path | None) -> str:
-    """A full path, so that the step can be built again from elsewhere."""
-    return str(path.resolve()) if path else ""
-
-
 def default_step(model: str) -> str:
     from tessera.capture.models import steps_of_model
 
     steps = steps_of_model(model)
     return "decode" if "decode" in steps else steps[0]
-
-
-def _bytes(trace: Trace, kind: BufferKind) -> int:
-    return sum(trace.buffers[b].size_bytes for b in trace.buffers_of(kind))

@@ -294,7 +294,7 @@ def launches_of(plan: Plan, weights: "Tensors") -> "RunStep":
 
 
 def check_runnable(trace: Trace, place: str) -> None:
-    size = sum(trace.buffers[b].size_bytes for b in trace.buffers_of(BufferKind.WEIGHT))
+    size = trace.bytes_of(BufferKind.WEIGHT)
     if size > MAX_BYTES:
         message = f"{trace.step.model} has {units.size(size)} of weights; this command runs the whole model"
         remedy = "Verify the tiny model of the same family: tessera capture tiny-... --device cpu."

@@ -244,10 +244,10 @@ def _one_more(plan: ServicePlan) -> str:
     cards = [d for d in plan.cluster.devices if not d.is_cpu]
     if 0 < len(cards) < len(plan.cluster.devices):
         per_s = added[cards[0].gpu or cards[0].name]
-        buffers = plan.plans[0].graphs[-1].trace.buffers
-        need = sum(b.size_bytes for b in buffers if b.kind is BufferKind.WEIGHT)
+        trace = plan.plans[0].graphs[-1].trace
+        need = trace.bytes_of(BufferKind.WEIGHT)
         names = dict(plan.plans[0].lanes[0].placement.fetched)
-        sent = sum(b.size_bytes for b in buffers if b.name in names)
+        sent = sum(b.size_bytes for b in trace.buffers if b.name in names)
         fetched = f"{units.size(sent)} are fetched in every step and " if sent else ""
         return (
             f"the GPU cannot hold all weights ({units.size(need)}), so {fetched}its host computes with the "

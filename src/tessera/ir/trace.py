@@ -302,10 +302,13 @@ class Trace:
     def buffers_of(self, kind: BufferKind) -> tuple[int, ...]:
         return tuple(i for i, b in enumerate(self.buffers) if b.kind is kind)
 
+    def bytes_of(self, *kinds: BufferKind) -> int:
+        return sum(buffer.size_bytes for buffer in self.buffers if buffer.kind in kinds)
+
     @cached_property
     def handed_over_bytes(self) -> int:
-        state = sum(self.buffers[b].size_bytes for b in self.buffers_of(BufferKind.STATE))
-        return state + sum(self.buffers[view.buffer].size_bytes for _, view in self.outputs)
+        outputs = sum(self.buffers[view.buffer].size_bytes for _, view in self.outputs)
+        return self.bytes_of(BufferKind.STATE) + outputs
 
     @cached_property
     def digest(self) -> str:
