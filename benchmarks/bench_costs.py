@@ -42,7 +42,7 @@ from benchmarks.published.tables import costs_markdown
 
 from tessera.errors import MissingExtra
 from tessera.profile import OpClass, Tables, gpu, installed_tables
-from tessera.profile.fitted import Array, fits, left_out
+from tessera.profile.fitted import Array, fitted_rows
 from tessera.profile.table_files import KINDS, MAX_EXPERT_ROWS, SYSTEMS, read_rows
 from tessera.profile.tables import Surface, against_model
 
@@ -205,11 +205,11 @@ def _round(value: Any) -> float:
 
 def unseen_gpus() -> list[dict[str, Any]]:
     """The class model on GPUs whose own row is put aside, and the fits of classes without tables."""
-    own = {(f.gpu, f.op, f.family): f for f in fits()}
+    own = {(f.gpu, f.op, f.family): f for f in fitted_rows().fits}
     return [
         {"gpu": x.gpu, "class": x.op.value, "family": x.family, "like": x.kinship, "class_mean": x.mean_error,
          "fitted_mean": own[x.gpu, x.op, x.family].mean_error}
-        for x in left_out()
+        for x in fitted_rows().left_out
     ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from tessera.ir import Cost, Device, Source, Step, Trace
 from tessera.ir.files import cache_folder
 from tessera.profile import Work, corrections, parse_devices, sureness_of, works
 from tessera.profile.corrections import MeasuredWork
+from tessera.profile.coverage import Sureness
 from tessera.profile.estimate import price_works
 from tessera.profile.measured import needs_measuring
 from tessera.profile.store import Store
@@ -74,12 +75,10 @@ def _calibrated(device: Device, model: str, num: int, kept: partial[Store]) -> C
     traces = _traces(model or (SMALL_MODEL if is_cpu else MODEL), is_cpu)
     priced_as = YARDSTICK if is_cpu else gpu_name
     path = cache_folder("calibrations") / f"{gpu_name}.json"
-    path.unlink(missing_ok=True)  # prices below are the models', not those of an earlier calibration
-    corrections.calibration_of.cache_clear()
     counted = [works(trace) for trace in traces]
-    costs = [price_works(listed, priced_as, None) for listed in counted]
     every = [work for listed in counted for work in listed]
-    before = [cost for listed in costs for cost in listed]
+    # Not the prices of an earlier calibration.
+    before = price_works(every, priced_as, None, corrections.packaged())
     wanted = frozenset(corrections.chosen(every, before, num))
     modelled = dict(zip(every, before, strict=True))
     rows: dict[Work, MeasuredWork] = {}
@@ -97,18 +96,18 @@ def _calibrated(device: Device, model: str, num: int, kept: partial[Store]) -> C
     corrections.save(made, path)
     after = [made.apply_rows(*pair) for pair in zip(every, before, strict=True)]
 
-    def error(costs: list[Cost]) -> float:
+    def sure(costs: list[Cost]) -> Sureness:
         priced = zip(every, costs, strict=True)
-        return sureness_of((work, priced_as, cost, 1.0) for work, cost in priced).rel_error
+        return sureness_of((work, priced_as, cost, 1.0) for work, cost in priced)
 
     steps = " and ".join(f"{t.step.kind} of {t.step.model} at batch {t.step.batch}" for t in traces)
     return CalibrationReport(
         gpu=gpu_name,
         measured=len(rows),
         steps=steps,
-        share=_share(after),
-        error_before=error(before),
-        error_after=error(after),
+        share=sure(after).by_source.get(Source.MEASURED, 0.0),
+        error_before=sure(before).rel_error,
+        error_after=sure(after).rel_error,
         ratios=_ratios(rows.values()),
         output=str(path),
     )
@@ -125,11 +124,6 @@ def _traces(model: str, is_small: bool) -> list[Trace]:
             advance(f"recording {kind}")
             found.append(record_step(Step(place, kind, batch, context), "cpu" if is_small else "fake"))
         return found
-
-
-def _share(costs: list[Cost]) -> float:
-    measured = sum(cost.us for cost in costs if cost.source is Source.MEASURED)
-    return measured / sum(cost.us for cost in costs)
 
 
 def _ratios(rows: Iterable[MeasuredWork]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from tessera.profile.measured import (
     Missed,
     Reconciled,
     combine,
-    count_distinct,
+    distinct,
     measure,
     needs_measuring,
 )
@@ -247,7 +247,7 @@ def measure_device(
     from tessera.flow import make_timer
 
     timer = make_timer(trace, device, stream)
-    num = count_distinct(trace, timer) if only is None else len(only)
+    num = len(distinct(trace, timer.cache_bytes)) if only is None else len(only)
     with progress(f"measuring {trace.step.kind} on {device.name}", 1 + num) as advance:
         try:
             return measure(trace, device, timer, kept, advance, only=only)

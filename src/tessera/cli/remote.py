@@ -15,9 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from tessera.cli.output import finite, option
+from tessera.cli.output import finite, option, say
 from tessera.errors import MismatchError, TesseraError
 from tessera.ir import Device, Plan, digest
 from tessera.ir.files import read_file
@@ -139,8 +137,7 @@ def work(
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the session too, as Ctrl-C does
     own = meeting.rank if rank is None or meeting.store is not None else rank
     engine = EngineAddress(*meeting.address(), meeting.secret, digest)
-    typer.echo(f"a worker for {engine.place}", err=True)
-    say = lambda line: typer.echo(line, err=True)  # noqa: E731
+    say(f"a worker for {engine.place}")
     keep_working(engine, own, make or ModelHere(), patience_s, again_s, say)
 
 
@@ -172,7 +169,7 @@ def gathered(
 
 
 def _complain(line: str) -> None:
-    typer.echo(f"a worker was refused: {line}", err=True)
+    say(f"a worker was refused: {line}")
 
 
 def plans_digest(plans: Sequence[Plan]) -> str:

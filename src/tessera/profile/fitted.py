@@ -166,13 +166,8 @@ class FittedRows:
 
 
 @cache
-def fits() -> tuple[Fit, ...]:
-    return packaged("profile", "fitted.json", FittedRows).fits
-
-
-@cache
-def left_out() -> tuple[LeftOut, ...]:
-    return packaged("profile", "fitted.json", FittedRows).left_out
+def fitted_rows() -> FittedRows:
+    return packaged("profile", "fitted.json", FittedRows)
 
 
 def family_of(op: OpClass, dtype: str) -> str:
@@ -197,7 +192,7 @@ def peak_tflops(spec: Gpu, dtype: str) -> float:
 @cache
 def model_for(gpu_name: str, op: OpClass, family: str) -> Model:
     model = _nearest(gpu_name, op, family)
-    is_timed = any(f.gpu == gpu_name and f.op is op and "t0_us" not in f.assumed for f in fits())
+    is_timed = any(f.gpu == gpu_name and f.op is op and "t0_us" not in f.assumed for f in fitted_rows().fits)
     if family != ANY or is_timed:
         return model
     cycles = ROW_FLOOR_CYCLES if op in ROW_CLASSES else FLOOR_CYCLES
@@ -205,11 +200,11 @@ def model_for(gpu_name: str, op: OpClass, family: str) -> Model:
 
 
 def _nearest(gpu_name: str, op: OpClass, family: str) -> Model:
-    rows = [f for f in fits() if f.op is op and f.family == family]
+    rows = [f for f in fitted_rows().fits if f.op is op and f.family == family]
     if rows:
         own = next((f for f in rows if f.gpu == gpu_name), None)
         return _own(own) if own else _of_relatives(gpu(gpu_name), rows)
-    families = [f.family for f in fits() if f.op is op]
+    families = [f.family for f in fitted_rows().fits if f.op is op]
     if families:
         other = "f16" if "f16" in families else families[0]
         return model_for(gpu_name, op, other).wider(OTHER_DTYPE_ERROR, f"{op} was measured in {other} only")
@@ -225,7 +220,7 @@ def _own(fit: Fit) -> Model:
 
 def _of_relatives(spec: Gpu, rows: list[Fit]) -> Model:
     kinship, nearest = relatives(spec, rows)
-    errors = [x for x in left_out() if x.op is rows[0].op]
+    errors = [x for x in fitted_rows().left_out if x.op is rows[0].op]
     same = [x for x in errors if x.kinship == kinship]
     # The lenders for each other, else others as near, else the worst case.
     lenders = [x.mean_error for x in same if x.gpu in {f.gpu for f in nearest}]
@@ -251,8 +246,8 @@ def _model(rows: list[Fit], source: Source, error: float, long_error: float, why
 
 @cache
 def usual_spread(op: OpClass) -> float:
-    known = [f.spread for f in fits() if f.op is op and f.spread > 0]
-    return fmean(known) if known else 0.0
+    spreads = [f.spread for f in fitted_rows().fits if f.op is op and f.spread > 0]
+    return fmean(spreads) if spreads else 0.0
 
 
 def relatives(spec: Gpu, rows: list[Fit]) -> tuple[str, list[Fit]]:

@@ -108,10 +108,6 @@ def measure(
     return _Session(trace, device, timer, machine, store, groups, advance, enough or until(), only).measure()
 
 
-def count_distinct(trace: Trace, timer: Timer) -> int:
-    return len(distinct(trace, timer.cache_bytes))
-
-
 @dataclass(eq=False)
 class _Session:
     _trace: Trace

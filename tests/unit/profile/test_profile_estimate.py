@@ -14,7 +14,7 @@ from tessera.errors import TesseraError
 from tessera.ir import Arg, Costs, Device, DeviceKind, Source, Trace, View, verify
 from tessera.profile import Gpu, OpClass, coverage, known_gpus, notes
 from tessera.profile.counts import Work
-from tessera.profile.fitted import fits, left_out, price_many
+from tessera.profile.fitted import fitted_rows, price_many
 from tessera.profile.measured import combine
 
 PAIR = emulated("a100", "l40s")
@@ -169,7 +169,7 @@ def test_a_measured_gpu_is_fitted_and_an_unmeasured_one_is_not() -> None:
 
 def test_errors_are_those_of_the_held_out_rows() -> None:
     """The expected error of a long GEMM joins that on rows the fit did not see and that between stacks."""
-    fit = next(f for f in fits() if (f.gpu, f.op, f.family) == ("a100", OpClass.GEMM, "f16"))
+    fit = next(f for f in fitted_rows().fits if (f.gpu, f.op, f.family) == ("a100", OpClass.GEMM, "f16"))
 
     expected = math.hypot(fit.long_error, fit.spread)
     assert expected == modelled(gemm_trace(4096, 4096, 4096), PAIR).costs[0][0].rel_error
@@ -186,8 +186,8 @@ def test_bf16_on_a_gpu_without_bf16_units_is_dear_and_doubtful() -> None:
 
 def test_every_fit_states_its_data_and_error() -> None:
     """A row without data, held-out rows or a plausible error cannot be in the table."""
-    assert len(fits()) > 40
-    for fit in fits():
+    assert len(fitted_rows().fits) > 40
+    for fit in fitted_rows().fits:
         assert fit.data
         assert fit.num_held_out >= 8
         assert 0 < fit.mean_error < 0.25
@@ -197,7 +197,7 @@ def test_every_fit_states_its_data_and_error() -> None:
 
 def test_the_six_measured_gpus_have_all_three_tables() -> None:
     """GEMM, prefill and decode attention in bf16 are fitted, not guessed, with long kernels within 21 %."""
-    table = {(f.gpu, f.op) for f in fits() if f.family == "f16" and f.long_error < 0.21}
+    table = {(f.gpu, f.op) for f in fitted_rows().fits if f.family == "f16" and f.long_error < 0.21}
     wanted = {"a100", "l40s", "h100", "h200", "b200", "rtx-pro-6000"}
 
     assert {(g, op) for g in wanted for op in (OpClass.GEMM, OpClass.PREFILL, OpClass.DECODE)} <= table
@@ -205,9 +205,9 @@ def test_the_six_measured_gpus_have_all_three_tables() -> None:
 
 def test_the_class_model_was_judged_on_gpus_it_did_not_see() -> None:
     """Each fitted class but those of one GPU has leave-one-out errors."""
-    judged = {(x.gpu, x.op, x.family) for x in left_out()}
+    judged = {(x.gpu, x.op, x.family) for x in fitted_rows().left_out}
 
-    assert {(f.gpu, f.op, f.family) for f in fits() if "ec" not in f.assumed} == judged
+    assert {(f.gpu, f.op, f.family) for f in fitted_rows().fits if "ec" not in f.assumed} == judged
 
 
 def test_coverage_names_every_class_of_a_gpu() -> None:

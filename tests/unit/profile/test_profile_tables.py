@@ -300,7 +300,7 @@ def test_without_the_reader_prices_are_modelled_and_the_reader_is_told(
 ) -> None:
     """Tables without pyarrow are named as unreadable, and the model prices the launch."""
     write_table(tmp_path, "a100", OpClass.GEMM)
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     tables, trace = made_tables(tmp_path), gemm_trace(256, 4096, 4096)
 
     assert Source.FITTED is first(trace, tables).source
