@@ -14,10 +14,9 @@ Not handled: JSON schema keywords that the library lacks; such a schema is refus
 import asyncio
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -137,19 +136,11 @@ class GrammarCompiler:
         self._tokenizer = library.LLTokenizer(wrapped, n_vocab=size, eos_token=vocabulary.ends)
         self._limits = library.LLParserLimits(max_lexer_states=MAX_STATES, verbose_errors=False)
         self._threads = ThreadPoolExecutor(THREADS, "tessera-grammars")
-        self._kept: OrderedDict[str, Grammar] = OrderedDict()
+        self._kept = lru_cache(MAX_KEPT)(self.compile)
 
     async def compiled(self, source: str, place: str) -> Grammar:
-        """For one event loop."""
-        grammar = self._kept.get(source)
-        if grammar is None:
-            loop = asyncio.get_running_loop()
-            grammar = await loop.run_in_executor(self._threads, self.compile, source, place)
-        self._kept[source] = grammar
-        self._kept.move_to_end(source)
-        while len(self._kept) > MAX_KEPT:
-            self._kept.popitem(last=False)
-        return grammar
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._kept, source, place)
 
     def compile(self, source: str, place: str) -> Grammar:
         """Thread-safe."""

@@ -13,10 +13,8 @@ end with an error. A second signal ends the server at once.
 import asyncio
 import errno
 import logging
-import signal
 import socket
 import ssl
-import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -238,21 +236,8 @@ class HttpServer(uvicorn.Server):
         await self._limiter.emptied(LAST_WORDS_S)
         self.should_exit = True
 
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def on_signal(number: int, frame: FrameType | None) -> None:
-            self.end()
-
-        before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.end()
 
 
 def bind(host: str, port: int) -> socket.socket:
