@@ -4,11 +4,12 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from tessera.ir import Decision, DecisionKind, Role, ServicePlan
+from tessera.serve.answer import Answer, AnswerBuffer
 from tessera.serve.app import create_app
 from tessera.serve.limits import HttpLimits
 from tessera.serve.metrics import Metrics
@@ -56,11 +57,14 @@ class Scripted:
     is_stopped: bool = False
     failure: str = ""
 
-    def answer(self, ask: Ask) -> AsyncGenerator[Event, None]:
+    def answer(self, ask: Ask, beside: Answer | None = None) -> Answer:
         if self.refusal is not None:
             raise self.refusal
         self.asks.append(ask)
-        return _said(self, ask)
+        answer, buffer = beside or Answer(), AnswerBuffer()
+        buffer.waiter = answer.waiter
+        answer.add(buffer, asyncio.ensure_future(_give(_said(self, ask), buffer)).cancel)
+        return answer
 
     def snapshot(self) -> Snapshot:
         devices = (
@@ -93,6 +97,20 @@ class Scripted:
             decisions=(decision,),
             decided={"switch": 1},
         )
+
+
+async def _give(events: AsyncGenerator[Event, None], buffer: AnswerBuffer) -> None:
+    """To the reader, as an engine does, but only when it has taken the last."""
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, Finish):
+                buffer.finish(event)
+            else:
+                buffer.put(event.text, event.tokens[0])
+            buffer.waiter.wake()
+            await asyncio.sleep(0)
+            while buffer.has_news:
+                await asyncio.sleep(0.002)
 
 
 async def _said(service: Scripted, ask: Ask) -> AsyncGenerator[Event, None]:

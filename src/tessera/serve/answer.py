@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from tessera.kernels import PAGE
 from tessera.serve.meters import Times
 from tessera.serve.pages import page_key
-from tessera.serve.records import AnswerPiece, Ask, Event, Finish, Token
+from tessera.serve.records import AnswerPiece, Ask, Event, Finish, Snapshot, Token
 from tessera.serve.sampling import Pick
 from tessera.serve.text import Reader, StopWatch
 
@@ -26,18 +26,31 @@ from tessera.serve.text import Reader, StopWatch
 SHARE, LONGEST_S = 0.5, 0.05
 
 
+class Waiter:
+    """A reader that waits on its event loop."""
+
+    __slots__ = ("future", "loop")
+
+    def __init__(self) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.future: asyncio.Future[None] | None = None
+
+    def wake(self) -> None:
+        if self.future is not None and not self.future.done():
+            self.future.set_result(None)
+
+
 class AnswerBuffer:
     """The engine's thread calls `put` and `finish`, the reader's thread the rest."""
 
-    __slots__ = ("_finish", "_news", "_reader", "_waiter", "loop")
+    __slots__ = ("_finish", "_news", "_reader", "waiter")
 
     def __init__(self, reader: Reader | None = None) -> None:
         """`reader` makes the text of tokens that come without."""
         self._reader = reader
         self._news: deque[tuple[str | None, Token | None]] = deque()
         self._finish: Finish | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self.loop: asyncio.AbstractEventLoop | None = None
+        self.waiter = Waiter()
 
     def put(self, text: str | None, token: Token | None) -> None:
         """Text None: the token's; such tokens come first."""
@@ -45,6 +58,10 @@ class AnswerBuffer:
 
     def finish(self, finish: Finish) -> None:
         self._finish = finish
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._news) or self._finish is not None
 
     def take(self) -> Event | None:
         """All news as one piece, then the finish."""
@@ -56,18 +73,6 @@ class AnswerBuffer:
             said += self._reader.flush() if last is not None else ""
         said += "".join(text for text, _ in news if text)
         return AnswerPiece(said, tokens) if news or said else last
-
-    async def next(self) -> Event:
-        while (event := self.take()) is None:
-            self.loop = asyncio.get_running_loop()
-            self._waiter = self.loop.create_future()
-            if not self._news and self._finish is None:
-                await self._waiter
-        return event
-
-    def wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class WakeUps:
@@ -86,20 +91,20 @@ class WakeUps:
             return
         by_loop = defaultdict(list)
         for buffer in self.buffers:
-            by_loop[buffer.loop].append(buffer)
+            by_loop[buffer.waiter.loop].append(buffer.waiter)
         self.buffers.clear()
         self._next_s = time.monotonic() + LONGEST_S
-        for loop, buffers in by_loop.items():
+        for loop, waiters in by_loop.items():
             try:
                 if loop is not None:
-                    loop.call_soon_threadsafe(self._wake, loop, buffers)
+                    loop.call_soon_threadsafe(self._wake, loop, waiters)
             except RuntimeError:  # the loop is closed
                 continue
 
-    def _wake(self, loop: asyncio.AbstractEventLoop, buffers: Iterable[AnswerBuffer]) -> None:
+    def _wake(self, loop: asyncio.AbstractEventLoop, waiters: Iterable[Waiter]) -> None:
         begun_s = time.monotonic()
-        for buffer in buffers:
-            buffer.wake()
+        for waiter in waiters:
+            waiter.wake()
         loop.call_soon(self._written, begun_s)  # behind the readers
 
     def _written(self, begun_s: float) -> None:
@@ -107,34 +112,66 @@ class WakeUps:
 
 
 class Answer(AsyncGenerator[Event, None]):
-    """Closing or dropping it cancels the request."""
+    """Events of one ask, or of several as they come. Closing or dropping it cancels their requests."""
 
-    def __init__(self, buffer: AnswerBuffer, cancel: Callable[[], None]) -> None:
-        self._buffer, self._cancel = buffer, cancel
-        self._is_over = False
+    def __init__(self) -> None:
+        self.waiter = Waiter()
+        # By number of the ask: those without a finish.
+        self._open: dict[int, tuple[AnswerBuffer, Callable[[], object]]] = {}
+        self._num_asks = 0
+        # The ask of the last event.
+        self.number = 0
+
+    def add(self, buffer: AnswerBuffer, cancel: Callable[[], object]) -> None:
+        self._open[self._num_asks] = buffer, cancel
+        self._num_asks += 1
 
     async def asend(self, value: None) -> Event:
-        if self._is_over:
+        if not self._open:
             raise StopAsyncIteration
         try:
-            event = await self._buffer.next()
+            while (event := self._take()) is None:
+                self.waiter.loop = asyncio.get_running_loop()
+                self.waiter.future = self.waiter.loop.create_future()
+                if not any(buffer.has_news for buffer, _ in self._open.values()):
+                    await self.waiter.future
         except BaseException:  # the reader's task is cancelled
             self._close()
             raise
-        self._is_over = isinstance(event, Finish)
         return event
+
+    def _take(self) -> Event | None:
+        for number, (buffer, _) in self._open.items():
+            if (event := buffer.take()) is not None:
+                self.number = number
+                if isinstance(event, Finish):
+                    del self._open[number]
+                return event
+        return None
 
     async def athrow(self, kind: Any, value: Any = None, tb: TracebackType | None = None) -> Event:
         self._close()
         raise value or kind
 
     def _close(self) -> None:
-        if not self._is_over:
-            self._is_over = True
-            self._cancel()
+        while self._open:
+            self._open.popitem()[1][1]()
 
     def __del__(self) -> None:
         self._close()
+
+
+class AnswerService(Protocol):
+    """Thread-safe."""
+
+    def answer(self, ask: Ask, beside: Answer | None = None) -> Answer:
+        """Pieces, then one finish, added to those of `beside`. Refusals are raised here."""
+
+    def snapshot(self) -> Snapshot: ...
+
+    @property
+    def failure(self) -> str:
+        """Empty: it has not failed."""
 
 
 class Holder(Protocol):

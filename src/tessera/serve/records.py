@@ -3,11 +3,11 @@
 Every ask is answered by pieces and then one finish, also when it is cancelled or a device is lost.
 """
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -213,7 +213,6 @@ class Finish:
 
 
 Event = AnswerPiece | Finish
-Events = AsyncGenerator[Event, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,16 +302,3 @@ class ImageDraft(msgspec.Struct, frozen=True, tag=True):
     form: str
     # By the pipeline's own names.
     options: dict[str, int | float | str | None]
-
-
-class AnswerService(Protocol):
-    """Thread-safe."""
-
-    def answer(self, ask: Ask) -> Events:
-        """Pieces, then one finish; closing it cancels. Refusals are raised here or with the first event."""
-
-    def snapshot(self) -> Snapshot: ...
-
-    @property
-    def failure(self) -> str:
-        """Empty: it has not failed."""

@@ -102,11 +102,13 @@ class Service(Engine):
         self.end_planning()
         return not self.was_cut
 
-    def answer(self, ask: Ask) -> Answer:
+    def answer(self, ask: Ask, beside: Answer | None = None) -> Answer:
         self._check(ask)
-        request = ActiveRequest(ask, self.text.reader(), self.text.end)
+        request, answer = ActiveRequest(ask, self.text.reader(), self.text.end), beside or Answer()
+        request.buffer.waiter = answer.waiter
         self.accept(request)
-        return Answer(request.buffer, lambda: self.cancel(request))
+        answer.add(request.buffer, lambda: self.cancel(request))
+        return answer
 
     def _check(self, ask: Ask) -> None:
         """Only what depends on the model; `openai.bodies` has checked the rest."""

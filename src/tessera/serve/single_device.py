@@ -32,7 +32,8 @@ from tessera.capture.models.denoisers import PIPELINE
 from tessera.capture.models.hf import config_of
 from tessera.errors import ArtifactError, AskError, ServiceBusy, ServiceClosing, extra_module
 from tessera.ir import Step
-from tessera.serve.records import Ask, DeviceView, Events, ImageDraft, Snapshot
+from tessera.serve.answer import Answer
+from tessera.serve.records import Ask, DeviceView, ImageDraft, Snapshot
 
 MAX_ROWS, MAX_PADDED = 64, 8192
 MAX_INPUTS, MAX_REQUESTS = 2**16, 64
@@ -123,7 +124,7 @@ class SingleDeviceService:
                     self._finished["cancelled"] += 1
         return batch
 
-    def answer(self, ask: Ask) -> Events:
+    def answer(self, ask: Ask, beside: Answer | None = None) -> Answer:
         raise AskError(f"this model makes {self.model.makes} only", place="model")
 
     def snapshot(self) -> Snapshot:

@@ -20,7 +20,7 @@ from serving_factory import (
     until,
     wait_for,
 )
-from tessera.serve.answer import LONGEST_S, AnswerBuffer, WakeUps
+from tessera.serve.answer import LONGEST_S, Answer, AnswerBuffer, WakeUps
 from tessera.serve.records import AnswerPiece, Ask, Finish, Sampling
 from tessera.serve.text import END, ByteText
 
@@ -65,15 +65,23 @@ def test_a_reader_whose_task_is_cancelled_gives_its_row_back() -> None:
         assert 0 == service.snapshot().running
 
 
+def opened() -> tuple[AnswerBuffer, Answer]:
+    """An answer of one request, and where an engine puts its tokens."""
+    buffer, answer = AnswerBuffer(), Answer()
+    buffer.waiter = answer.waiter
+    answer.add(buffer, lambda: None)
+    return buffer, answer
+
+
 def test_no_wake_up_is_lost_between_two_waits() -> None:
     """What comes when a reader is about to wait is found; what comes while it waits wakes it."""
 
     async def meet() -> list[str]:
-        buffer, wake_ups, said = AnswerBuffer(), WakeUps(), []
+        (buffer, answer), wake_ups, said = opened(), WakeUps(), []
 
         async def read_two() -> None:
             for _ in range(2):
-                event = await buffer.next()
+                event = await anext(answer)
                 assert isinstance(event, AnswerPiece)
                 said.append(event.text)
 
@@ -97,13 +105,14 @@ def test_readers_get_half_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tessera.serve.answer.time", SimpleNamespace(monotonic=lambda: now_s[0]))
 
     async def due_s(each_s: float) -> float:
-        buffers, wake_ups = [AnswerBuffer() for _ in range(4)], WakeUps()
+        both, wake_ups = [opened() for _ in range(4)], WakeUps()
+        buffers = [buffer for buffer, _ in both]
 
-        async def write(buffer: AnswerBuffer) -> None:
-            await buffer.next()
+        async def write(answer: Answer) -> None:
+            await anext(answer)
             now_s[0] += each_s
 
-        tasks = [asyncio.ensure_future(write(buffer)) for buffer in buffers]
+        tasks = [asyncio.ensure_future(write(answer)) for _, answer in both]
         await asyncio.sleep(0)
         for buffer in buffers:
             buffer.put("x", None)

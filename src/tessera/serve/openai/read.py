@@ -17,11 +17,12 @@ import msgspec
 
 from tessera.errors import ArtifactError, MissingExtra
 from tessera.ir import ServicePlan
+from tessera.serve.answer import AnswerService
 from tessera.serve.grammar import Grammar, GrammarCompiler
 from tessera.serve.openai import bodies
 from tessera.serve.openai.errors import ApiError
 from tessera.serve.openai.tools import MAX_CALLS, answer_form, calls_form
-from tessera.serve.records import AnswerService, Ask, ImageDraft, PromptPicture, Sampling
+from tessera.serve.records import Ask, ImageDraft, PromptPicture, Sampling
 from tessera.serve.text import MARK, Text
 
 if TYPE_CHECKING:

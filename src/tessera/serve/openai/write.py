@@ -18,10 +18,11 @@ import msgspec
 
 from tessera import __version__
 from tessera.errors import TesseraError
+from tessera.serve.answer import AnswerService
 from tessera.serve.openai.errors import ApiError, api_error
 from tessera.serve.openai.read import AskBatch, EmbeddingDraft, Endpoint, ModelCard
 from tessera.serve.openai.tools import FoundCalls, OutputPart
-from tessera.serve.records import AnswerPiece, AnswerService, Ask, Event, Events, Finish, ImageDraft, Token
+from tessera.serve.records import AnswerPiece, Ask, Event, Finish, ImageDraft, Token
 from tessera.serve.single_device import SingleDeviceService, cut
 
 if TYPE_CHECKING:
@@ -314,36 +315,17 @@ async def stream(service: AnswerService, batch: AskBatch, writer: Writer, send: 
 
 
 async def _events(service: AnswerService, asks: Sequence[Ask]) -> AsyncGenerator[tuple[int, Event], None]:
-    """One event per ask is buffered."""
     if not asks[0].max_tokens:  # only the prompt is wanted back
         for index, ask in enumerate(asks):
             yield index, Finish("length", len(ask.prompt), 0)
         return
-    if len(asks) == 1:
-        async with aclosing(service.answer(asks[0])) as events:
-            async for event in events:
-                yield 0, _checked(event)
-        return
-    answers: list[Events] = []
-    waiting: dict[asyncio.Future[Event], int] = {}
-    try:
-        for ask in asks:
-            answers.append(service.answer(ask))
+    answer = service.answer(asks[0])
+    async with aclosing(answer):
+        for ask in asks[1:]:
             await asyncio.sleep(0)  # others run between many long prompts
-        waiting = {asyncio.ensure_future(anext(x)): index for index, x in enumerate(answers)}
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in sorted(done, key=waiting.__getitem__):
-                event, index = _checked(task.result()), waiting.pop(task)
-                if not isinstance(event, Finish):
-                    waiting[asyncio.ensure_future(anext(answers[index]))] = index
-                yield index, event
-    finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        for answer in answers:
-            await answer.aclose()
+            service.answer(ask, answer)
+        async for event in answer:
+            yield answer.number, _checked(event)
 
 
 def _checked(event: Event) -> Event:
