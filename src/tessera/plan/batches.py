@@ -8,7 +8,7 @@ Equal cells (one H20 and one L40S of eight each) are searched as one cell, whose
 too small.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -244,51 +244,50 @@ class BatchSearch:
         return self._merit(self._copies[batch][device])
 
     def option(self, plan: ir.Plan) -> Option:
-        joules = plan.joules_per_unit and plan.joules_per_unit / self._tokens(plan.batch)
-        used = [self.cluster.names[d] for d in plan.used]
-        return Option(
-            plan.policy,
-            plan.simulated_per_s * self._tokens(plan.batch),
-            *self._times_ms(plan.unit, plan.costs, plan.used, 1e3 * plan.microbatches / plan.simulated_per_s),
-            dict.fromkeys(used, plan.batch),
-            plan.microbatches,
-            plan.usd_per_hour,
-            joules,
-        )
+        figures = plan.simulated_per_s, plan.microbatches, plan.usd_per_hour, plan.joules_per_unit
+        return self._option(plan.policy, plan.unit, plan.costs, plan.used, *figures)
 
     def _options(
         self, unit: ir.WorkUnit, costs: Sequence[ir.Costs], rated: Sequence[ir.Baseline]
     ) -> dict[str, Option]:
-        found, tokens = {}, self._tokens(unit.batch)
-        every = range(len(self.cluster.devices))
+        found, every = {}, range(len(self.cluster.devices))
         for baseline in rated:
-            rate, usd, joules = baseline.throughput_per_s, baseline.usd_per_1k_units, baseline.joules_per_unit
+            rate, usd = baseline.throughput_per_s, baseline.usd_per_1k_units
             if rate and baseline.microbatches and baseline.name not in REPLICAS:
-                found[baseline.name] = Option(
-                    baseline.name,
-                    rate * tokens,
-                    *self._times_ms(unit, costs, every, 1e3 * baseline.microbatches / rate),
-                    dict.fromkeys(self.cluster.names, unit.batch),
-                    baseline.microbatches,
-                    usd and usd * rate * 3.6,
-                    joules and joules / tokens,
-                )
+                figures = rate, baseline.microbatches, usd and usd * rate * 3.6, baseline.joules_per_unit
+                found[baseline.name] = self._option(baseline.name, unit, costs, every, *figures)
         return found
 
     def _alone(self, unit: ir.WorkUnit, costs: Sequence[ir.Costs], device: int) -> Option:
-        card, tokens = self.cluster.devices[device], self._tokens(unit.batch)
-        ms = 1e-3 * sum(c.total_us(device) * count for c, count in zip(costs, unit.counts, strict=True))
-        times = self._times_ms(unit, costs, (device,), ms)
-        joules = card.tdp_w and card.tdp_w * 1e-3 * ms / tokens
+        card = self.cluster.devices[device]
+        us = sum(c.total_us(device) * count for c, count in zip(costs, unit.counts, strict=True))
+        joules = card.tdp_w and card.tdp_w * 1e-6 * us
+        return self._option("single", unit, costs, (device,), 1e6 / us, 1, card.usd_per_hour, joules)
+
+    def _option(
+        self,
+        policy: str,
+        unit: ir.WorkUnit,
+        costs: Sequence[ir.Costs],
+        devices: Sequence[int],
+        rate_per_s: float,
+        microbatches: int,
+        usd_per_hour: float | None,
+        joules_per_unit: float | None,
+    ) -> Option:
+        tokens = unit.batch * max(1, self.target.output_tokens)
         return Option(
-            "single", 1e3 * tokens / ms, *times, {card.name: unit.batch}, 1, card.usd_per_hour, joules
+            policy,
+            rate_per_s * tokens,
+            *self._times_ms(unit, costs, devices, 1e3 * microbatches / rate_per_s),
+            {self.cluster.names[device]: unit.batch for device in devices},
+            microbatches,
+            usd_per_hour,
+            joules_per_unit and joules_per_unit / tokens,
         )
 
-    def _tokens(self, batch: int) -> int:
-        return batch * max(1, self.target.output_tokens)
-
     def _times_ms(
-        self, unit: ir.WorkUnit, costs: Sequence[ir.Costs], devices: Iterable[int], ms: float
+        self, unit: ir.WorkUnit, costs: Sequence[ir.Costs], devices: Sequence[int], ms: float
     ) -> tuple[float, float]:
         """(time per token, time to the first token)."""
         is_decode = [g.trace.step.kind == "decode" for g in unit.graphs]

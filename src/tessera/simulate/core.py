@@ -6,9 +6,10 @@ latency later. Receives cost nothing. A segment of launches is one event, unless
 it ends at the current launch, with the same times as checks after every launch.
 """
 
+import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -192,20 +193,57 @@ def _after(segment: LaunchSegment, spent_us: float) -> int:
     return bisect_left(segment.ends_us, reached, segment.start, segment.stop)
 
 
-class _Simulation(Core):
-    def __init__(self, plan: Plan, num_requests: int, is_detailed: bool) -> None:
-        scripts = Scripts(plan.unit, plan.costs, plan.cluster)
+class ClosedLoop(Core):
+    """All microbatches are full: where one request ends, the next begins."""
+
+    def __init__(
+        self, plan: Plan, scripts: Scripts, numbers: Iterator[int], max_items: float = math.inf
+    ) -> None:
         super().__init__(len(plan.cluster.devices), len(scripts.wires.buses))
         self._table = LaneShares(shares_of(plan.lanes, plan.lane_table))
-        self._plan, self._is_detailed = plan, is_detailed
         self._lanes = [scripts.of(lane.placement) for lane in plan.lanes]
-        self._pending = list(range(num_requests - 1, -1, -1))
+        self._numbers, self._max_items = numbers, max_items
+
+    def admit(self, microbatch: int, now: float, skipped: float = 0.0) -> None:
+        """Begins the next request, if any, after a share `skipped` of its work."""
+        number = next(self._numbers, None)
+        if number is not None:
+            lane = self._table.take()
+            runs, per_us = runs_of(self._lanes[lane], self._max_items, skipped)
+            self.begin(Flight(number, microbatch, lane, runs, per_us=per_us), now)
+
+    def on_end(self, flight: Flight, now: float) -> None:
+        self._table.give_back(flight.lane)
+        self.admit(flight.microbatch, now)
+
+
+def runs_of(scripts: Sequence[Script], max_items: float, skipped: float = 0.0) -> tuple[list[Work], float]:
+    """Remaining runs, last first, of about `max_items` at most; work units per microsecond of busy time."""
+    items = sum(script.count * script.num_items for script in scripts)
+    share = min(1.0, max_items / max(1, items))
+    kept = [(script, math.ceil(share * script.count)) for script in scripts]
+    runs = [(script, script.count / num) for script, num in kept for _ in range(num)]
+    total = sum(scale * script.busy_us for script, scale in runs)
+    first, spent = 0, 0.0
+    while first < len(runs) - 1:
+        spent += runs[first][1] * runs[first][0].busy_us
+        if spent > skipped * total:
+            break
+        first += 1
+    return runs[first:][::-1], 1.0 / total if total else 0.0
+
+
+class _Simulation(ClosedLoop):
+    def __init__(self, plan: Plan, num_requests: int, is_detailed: bool) -> None:
+        scripts = Scripts(plan.unit, plan.costs, plan.cluster)
+        super().__init__(plan, scripts, iter(range(num_requests)))
+        self._plan, self._is_detailed = plan, is_detailed
         self._spans: list[Span] = []
         self._done: list[tuple[int, float, float]] = []
 
     def run(self) -> Timeline:
-        for microbatch in range(min(self._plan.microbatches, len(self._pending))):
-            self._admit(microbatch, 0.0)
+        for microbatch in range(self._plan.microbatches):
+            self.admit(microbatch, 0.0)
         while self.advance() is not None:
             pass
         spans = tuple(sorted(self._spans, key=lambda s: (s.start_us, s.stop_us, s.track)))
@@ -213,16 +251,9 @@ class _Simulation(Core):
         verify(timeline)
         return timeline
 
-    def _admit(self, microbatch: int, now: float) -> None:
-        if self._pending:
-            lane = self._table.take()
-            runs = [(script, 1.0) for script in self._lanes[lane] for _ in range(script.count)]
-            self.begin(Flight(self._pending.pop(), microbatch, lane, runs[::-1]), now)
-
     def on_end(self, flight: Flight, now: float) -> None:
-        self._table.give_back(flight.lane)
         self._done.append((flight.number, 0.0, now))
-        self._admit(flight.microbatch, now)
+        super().on_end(flight, now)
 
     def on_segment(
         self, device: int, flight: Flight, script: Script, segment: LaunchSegment, stop_us: float

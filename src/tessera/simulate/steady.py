@@ -7,14 +7,12 @@ Repeated runs of a long request (a thousand decodes) are simulated as fewer, lon
 and the same share of waits.
 """
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 
-from tessera.execute.lanes import LaneShares, shares_of
 from tessera.ir import Plan
 from tessera.simulate.columns import LaunchSegment, Script, Scripts
-from tessera.simulate.core import Core, Flight, Work
+from tessera.simulate.core import ClosedLoop, Flight
 
 # Per microbatch.
 MIN_WARM_UP_RUNS, MIN_WINDOW_RUNS = 2, 6
@@ -22,8 +20,6 @@ MIN_WARM_UP_RUNS, MIN_WINDOW_RUNS = 2, 6
 MANY_MICROBATCHES = 4
 # Items of a request that are simulated at most: in quick checks, otherwise.
 FEW_ITEMS, MANY_ITEMS = 500, 3000
-
-Lanes = list[tuple[Script, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,34 +42,16 @@ def extent_of(plan: Plan, wanted: WindowExtent) -> WindowExtent:
     )
 
 
-def runs_of(scripts: Sequence[Script], max_items: int, skipped: float = 0.0) -> tuple[list[Work], float]:
-    """Remaining runs, last first, of about `max_items` at most; work units per microsecond of busy time."""
-    items = sum(script.count * script.num_items for script in scripts)
-    share = min(1.0, max_items / max(1, items))
-    kept = [(script, math.ceil(share * script.count)) for script in scripts]
-    runs = [(script, script.count / num) for script, num in kept for _ in range(num)]
-    total = sum(scale * script.busy_us for script, scale in runs)
-    first, spent = 0, 0.0
-    while first < len(runs) - 1:
-        spent += runs[first][1] * runs[first][0].busy_us
-        if spent > skipped * total:
-            break
-        first += 1
-    return runs[first:][::-1], 1.0 / total if total else 0.0
-
-
-class Window(Core):
+class Window(ClosedLoop):
     def __init__(
-        self, plan: Plan, scripts: Scripts, lanes: Lanes, extent: WindowExtent, max_items: int = MANY_ITEMS
+        self, plan: Plan, scripts: Scripts, extent: WindowExtent, max_items: int = MANY_ITEMS
     ) -> None:
-        super().__init__(len(plan.cluster.devices), len(scripts.wires.buses))
-        self._table = LaneShares(shares_of(plan.lanes, plan.lane_table))
-        self._lanes, self._microbatches, self._extent = lanes, plan.microbatches, extent
-        self._max_items, self._done = max_items, 0.0
+        super().__init__(plan, scripts, count(), max_items)
+        self._microbatches, self._extent, self._done = plan.microbatches, extent, 0.0
 
     def rate_per_us(self) -> float:
         for microbatch in range(self._microbatches):
-            self._admit(microbatch, 0.0, microbatch / self._microbatches)
+            self.admit(microbatch, 0.0, microbatch / self._microbatches)
         since_us, since = self._until(self._extent.warm_up)
         until_us, until = self._until(since + self._extent.window)
         return (until - since) / (until_us - since_us) if until_us > since_us else 0.0
@@ -89,19 +67,10 @@ class Window(Core):
                 done += (at - device.since_us) * self._running[device.job.ticket][0].per_us
         return at, done
 
-    def _admit(self, microbatch: int, now: float, skipped: float = 0.0) -> None:
-        lane = self._table.take()
-        runs, per_us = runs_of(self._lanes[lane], self._max_items, skipped)
-        self.begin(Flight(0, microbatch, lane, runs, per_us=per_us), now)
-
     def on_segment(
         self, device: int, flight: Flight, script: Script, segment: LaunchSegment, stop_us: float
     ) -> None:
         self._done += (stop_us - self.devices[device].since_us) * flight.per_us
-
-    def on_end(self, flight: Flight, now: float) -> None:
-        self._table.give_back(flight.lane)
-        self._admit(flight.microbatch, now)
 
 
 class SteadyRates:
@@ -132,8 +101,7 @@ class SteadyRates:
         key = (followed, shares, plan.microbatches, max_items, wanted)
         rate = self._known.get(key)
         if rate is None:
-            lanes = [self._scripts.of(lane.placement) for lane in plan.lanes]
-            window = Window(plan, self._scripts, lanes, extent_of(plan, wanted), max_items)
+            window = Window(plan, self._scripts, extent_of(plan, wanted), max_items)
             rate = self._known[key] = window.rate_per_us()
         return rate
 

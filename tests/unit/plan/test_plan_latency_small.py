@@ -76,9 +76,9 @@ def test_tails_are_below_the_optimum(problem: Problem) -> None:
     assert tails.min(axis=1).max() * problem.unit.counts[0] <= best_us(problem) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("num", [1, 2, 30, 41, 64, 65, 200])
-def test_many_rows_are_compared_as_few_are(num: int) -> None:
-    """Bit sets keep the same rows as comparing each with each, with ties and infinite times."""
+@pytest.mark.parametrize("num", [1, 2, 65, 200])
+def test_rows_that_an_earlier_one_dominates_are_dropped(num: int) -> None:
+    """With ties and infinite times."""
     rng = np.random.default_rng(num)
     flat = rng.integers(0, 6, (4, num)).astype(np.float64)
     flat[rng.random((4, num)) < 0.05] = np.inf

@@ -122,8 +122,7 @@ def test_fewer_longer_runs_of_a_long_program_give_the_rate_of_all_of_them() -> N
     """Four hundred runs of a step as a few, in the same order and with the same work."""
     plan = long_run_plan()
     scripts = Scripts(plan.unit, plan.costs, plan.cluster)
-    lanes = [scripts.of(lane.placement) for lane in plan.lanes]
-    whole, few = (Window(plan, scripts, lanes, WindowExtent(1.0, 4.0), num) for num in (10**6, 500))
+    whole, few = (Window(plan, scripts, WindowExtent(1.0, 4.0), num) for num in (10**6, 500))
 
     assert few.rate_per_us() == pytest.approx(whole.rate_per_us(), rel=0.03)
     assert few._order * 2 < whole._order

@@ -174,12 +174,10 @@ class StepBest:
     devices: Ints | None
 
 
-def best_of_step(
-    layout: Layout, known_us: float, config: SearchConfig, migration_us: Floats | None = None
-) -> StepBest:
+def best_of_step(layout: Layout, known_us: float, config: SearchConfig) -> StepBest:
     if not layout.num_launches:
         return StepBest(0.0, 0.0, 0, np.zeros(0, dtype=np.int64))
-    course = course_of(layout, migration_us)
+    course = course_of(layout)
     devices: Ints | None = None
     us = known_us
     bound, width = course.least_us * (1 - ROUNDING), 0

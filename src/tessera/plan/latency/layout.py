@@ -4,9 +4,6 @@ Values with the same remaining readers share a column with the latest time. A gr
 state) is a value available only on its first launch's device. The step's end is one more launch without cost.
 A column whose remaining readers all descend from a launch is not used before it ends; `raises` lists such
 columns, so that irrelevant differences vanish.
-
-`non_dominated` compares few rows pairwise; for many, the rows no later than a given one form a prefix of each
-sorted column, kept as a bit set, and the sets are intersected.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +11,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-import numpy.typing as npt
 
 from tessera.plan.arrays import Bools, Floats, Ints
 from tessera.plan.problem import Problem
@@ -22,11 +18,6 @@ from tessera.plan.problem import Problem
 # The time on a forbidden device.
 NEVER_US = 1e15
 MAX_READERS = 8
-# Up to so many rows, pairwise comparison is faster.
-FEW_ROWS = 40
-WORD = 64
-
-Words = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,41 +175,12 @@ def _closure(latency_us: Floats) -> Floats:
 
 def non_dominated(flat: Floats) -> Ints:
     """Rows that no earlier row dominates; flat[column, row]."""
-    num = flat.shape[1]
-    if num <= FEW_ROWS:
-        no_later = np.asarray(flat[:, :, None] <= flat[:, None]).all(axis=0)
-        return np.flatnonzero(~(no_later & _before(num)).any(axis=0))
-    return np.flatnonzero(~_by_bits(flat))
+    is_no_later = _before(flat.shape[1]).copy()
+    for column in flat:
+        is_no_later &= column[:, None] <= column
+    return np.flatnonzero(~is_no_later.any(axis=0))
 
 
 @cache
 def _before(num: int) -> Bools:
     return np.triu(np.ones((num, num), dtype=np.bool_), 1)
-
-
-@cache
-def _bits(words: int) -> tuple[Words, Words]:
-    rows = np.arange(words * WORD)
-    own = np.zeros((words, len(rows)), dtype=np.uint64)
-    own[rows // WORD, rows] = np.uint64(1) << (rows % WORD).astype(np.uint64)
-    earlier = np.zeros_like(own)
-    earlier[:, 1:] = np.bitwise_or.accumulate(own, axis=1)[:, :-1]
-    return own, earlier
-
-
-def _by_bits(flat: Floats) -> Bools:
-    num_columns, num = flat.shape
-    own, earlier = _bits(-(-num // WORD))
-    order = flat.argsort(axis=1)
-    offset = np.arange(0, num_columns * num, num)[:, None]
-    times = flat.take(order + offset)
-    prefix = np.bitwise_or.accumulate(own.take(order, axis=1), axis=2)
-    # Ties share the last rank.
-    last = np.where(times[:, 1:] == times[:, :-1], num, np.arange(num - 1))
-    place = np.full((num_columns, num), num - 1)
-    place[:, :-1] = np.minimum.accumulate(last[:, ::-1], axis=1)[:, ::-1]
-    np.minimum(place, num - 1, out=place)
-    at = np.empty_like(order)
-    at.put(order + offset, place + offset)
-    no_later = np.bitwise_and.reduce(prefix.reshape(len(prefix), -1).take(at, axis=1), axis=1)
-    return np.asarray((no_later & earlier[:, :num]).any(axis=0))

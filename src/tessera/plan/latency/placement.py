@@ -4,13 +4,8 @@ Clock: devices run launches in trace order, one at a time; a value arrives laten
 its producer; links do not queue. State that moves between steps costs one latency and its bytes per link.
 
 Each step is placed by a Pareto front (`frontier`), which also proves a bound. Steps are joined with free,
-priced or expensive state moves. The bound sums the steps' bounds and the
-minimum cost of moving state; it ignores memory and other launch orders.
-
-State in the bound: a request waits for at least one of the links that move state into a step, here the one
-used most when every step is at its best. The time of state g on that link is split between two steps: the
-other step pays for moving to or from g's home h in the longer step, and the longer step gets back the maximum
-overcharge if it chooses another home. The sum of the steps' minima with these costs is a lower bound.
+priced or expensive state moves. The bound sums the steps' bounds: it ignores moves of state, memory and other
+launch orders.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,13 +18,11 @@ from tessera import ir
 from tessera.plan.arrays import Floats, Labels, Transit, transits_of
 from tessera.plan.config import SearchConfig
 from tessera.plan.latency.frontier import best_of_step, joined
-from tessera.plan.latency.layout import NEVER_US, Layout, layout_of
+from tessera.plan.latency.layout import NEVER_US, layout_of
 from tessera.plan.problem import Column, Problem
 
 # Price factors of state moves, and which step comes first.
 JOINED = ((0.0, -1), (1.0, -1), (100.0, -1), (1.0, 1), (100.0, 1))
-# Splits of state moves between two steps.
-MIGRATION_SHARES = (1.0, 0.5)
 Allowed = Callable[[Labels], bool]
 # Per launch: (producer, bytes).
 Reads = list[list[tuple[int, int]]]
@@ -122,43 +115,14 @@ def _by_frontiers(
     ]
     bound = sum(count * x.bound_us for count, x in zip(problem.unit.counts, steps, strict=True))
     best, best_us = _fastest(clock, kept, allowed)
-    met = 1 + config.met
-    is_met = all(x.bound_us >= x.us * (1 - config.met) for x in steps)
-    shares = list(MIGRATION_SHARES) if len(steps) > 1 and is_met else []
-    unmoved: Labels | None = None  # each step at its best, free state moves
-    for number, (price, sign) in enumerate(JOINED if len(steps) > 1 else JOINED[:1]):
-        # Worth computing after state moves are priced.
-        while number > 1 and shares and unmoved is not None and bound * met < best_us < np.inf:
-            share = shares.pop(0)
-            bound = max(bound, _with_migration_us(clock, layouts, (best, unmoved), share, config))
-        if best_us <= bound * met:
+    for price, sign in JOINED if len(steps) > 1 else JOINED[:1]:
+        if best_us <= bound * (1 + config.met):
             break
         labels = joined(layouts, steps, price, sign, config)
-        unmoved = labels if number == 0 else unmoved
         if labels is not None:
             better, better_us = _fastest(clock, [labels], allowed)
             best, best_us = (better, better_us) if better_us < best_us else (best, best_us)
     return best, best_us, bound
-
-
-def _with_migration_us(
-    clock: RequestTimer,
-    layouts: list[Layout],
-    plans: tuple[Labels, Labels],
-    share: float,
-    config: SearchConfig,
-) -> float:
-    problem = clock.problem
-    plan, free = plans
-    counts = problem.unit.counts
-    step_us = [clock.step_us(step, plan) for step in range(len(counts))]
-    runs_us = [n * us for n, us in zip(counts, step_us, strict=True)]
-    moved = migration_costs(problem, plan, free, runs_us, share)
-    total = -moved.excess_us
-    for step, (count, us, added) in enumerate(zip(counts, step_us, moved.migration_us, strict=True)):
-        paid = float(added[np.arange(len(added)), plan[problem.node_of[step]]].sum())
-        total += count * best_of_step(layouts[step], us + paid, config, added).bound_us
-    return total
 
 
 def _fastest(clock: RequestTimer, among: Sequence[Labels], allowed: Allowed) -> tuple[Labels, float]:
@@ -171,38 +135,6 @@ def _fastest(clock: RequestTimer, among: Sequence[Labels], allowed: Allowed) -> 
 
 def _alone(problem: Problem) -> list[Labels]:
     return [problem.alone(device).labels for device in range(problem.num_devices)]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MigrationCosts:
-    """[launch, device] per run, never negative; the total overcharge."""
-
-    migration_us: tuple[Floats, ...]
-    excess_us: float
-
-
-def migration_costs(
-    problem: Problem, plan: Labels, free: Labels, step_us: Sequence[float], share: float
-) -> MigrationCosts:
-    """Homes as in `plan`, links as in `free`; `share` below 1 splits the rest with the steps' roles
-    exchanged.
-    """
-    transits = list(transits_of(problem.unit))
-    used = _used_links(problem, transits, free)
-    costs = tuple(np.zeros_like(x) for x in problem.cost_us)
-    for transit in transits:
-        wait = transit.num_bytes * problem.us_per_byte * used[transit.target[0]]
-        ends = [(transit.source, wait), (transit.target, wait.T)]
-        # [home in this step, home in the other]
-        (short, paid), (long, back) = sorted(ends, key=lambda x: step_us[x[0][0]])
-        for one, other, table, part in ((short, long, paid, share), (long, short, back, 1.0 - share)):
-            home = _home(problem, plan, other)
-            costs[one[0]][one[1]] += part * table[:, home]
-            costs[other[0]][other[1]] += part * (table - table[:, home, None]).min(axis=0)
-    least = [np.minimum(x.min(axis=1, keepdims=True), 0.0) for x in costs]
-    counts = problem.unit.counts
-    raised = tuple((x - low) / count for x, low, count in zip(costs, least, counts, strict=True))
-    return MigrationCosts(raised, -float(sum(low.sum() for low in least)))
 
 
 def _home(problem: Problem, labels: Labels, at: tuple[int, int]) -> int:
@@ -218,12 +150,3 @@ def _moved_bytes(problem: Problem, transits: list[Transit], labels: Labels) -> F
         if source != target:
             moved[transit.target[0], source, target] += transit.num_bytes
     return moved
-
-
-def _used_links(problem: Problem, transits: list[Transit], labels: Labels) -> Floats:
-    """1 at the link that delivers a step's state last."""
-    waits = _moved_bytes(problem, transits, labels) * problem.us_per_byte
-    used = np.zeros_like(waits)
-    for step, wait in enumerate(waits):
-        used[step].flat[int(wait.argmax())] = 1.0
-    return used
