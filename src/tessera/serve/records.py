@@ -184,6 +184,8 @@ class Ask:
     prompt_logprobs: int | None = None
     # From 1; 0: the base model.
     adapter: int = 0
+    # True if the answer's text goes on from the prompt's: its first word may begin with a space.
+    continues: bool = False
 
 
 class Token(msgspec.Struct, frozen=True, gc=False):

@@ -104,7 +104,8 @@ class Service(Engine):
 
     def answer(self, ask: Ask, beside: Answer | None = None) -> Answer:
         self._check(ask)
-        request, answer = ActiveRequest(ask, self.text.reader(), self.text.end), beside or Answer()
+        reader, answer = self.text.reader(ask.prompt if ask.continues else ()), beside or Answer()
+        request = ActiveRequest(ask, reader, self.text.end)
         request.buffer.waiter = answer.waiter
         self.accept(request)
         answer.add(request.buffer, lambda: self.cancel(request))

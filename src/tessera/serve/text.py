@@ -36,6 +36,8 @@ MAX_UNSURE = 3
 FEW_TOKENS = 1024
 # Tokens of a window without a complete character at its end; tokens added at once.
 MAX_WINDOW, AT_ONCE = 32, 8
+# Tokens of a prompt that are decoded with an answer that continues it.
+MAX_CONTEXT = 8
 # In place of special tokens while a template is rendered.
 FIRST, LAST = "\U00100000", "\U0010fffd"
 # In place of a picture.
@@ -73,7 +75,7 @@ class ByteText:
             return tokens[:-2]  # a line end and an end token
         return tokens + (list(b"assistant:\n") if variables.get(GENERATES, True) else [])
 
-    def reader(self) -> "ByteReader":
+    def reader(self, _before: Sequence[int] = ()) -> "ByteReader":
         return ByteReader(self.token_bytes)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -221,8 +223,9 @@ class FolderText:
         _bytes(text)  # refuses half a surrogate pair
         return within(lambda piece: self._tokenizer.encode(piece, adds, plain), text, most)
 
-    def reader(self) -> "Reader":
-        return ByteReader(self.token_bytes) if self._tokenizer.is_bytes else WindowReader(self)
+    def reader(self, before: Sequence[int] = ()) -> "Reader":
+        """`before`: tokens from which the text goes on."""
+        return ByteReader(self.token_bytes) if self._tokenizer.is_bytes else WindowReader(self, before)
 
     def decode(self, tokens: Sequence[int]) -> str:
         # Vocabularies are often padded: the last rows have no token.
@@ -309,11 +312,11 @@ class SlowTokenizer:
 class WindowReader:
     __slots__ = ("_given", "_num_old", "_text", "_window")
 
-    def __init__(self, text: FolderText) -> None:
+    def __init__(self, text: FolderText, before: Sequence[int]) -> None:
         self._text = text
-        self._window: list[int] = []
+        self._window = list(before[-MAX_CONTEXT:])
         # Context tokens; characters already returned.
-        self._num_old = self._given = 0
+        self._num_old, self._given = len(self._window), len(text.decode(self._window))
 
     def feed(self, tokens: Sequence[int]) -> str:
         parts = range(0, len(tokens), AT_ONCE)

@@ -160,6 +160,21 @@ def test_special_tokens_do_not_show(text: Text) -> None:
     assert "black" == text.decode(tokens) == told(text.reader(), tokens)
 
 
+def test_a_text_that_goes_on_keeps_its_first_space(tmp_path: Path) -> None:
+    """A decoder that takes the first space away, as those of Llama 2 and Mistral do."""
+    make_text_folder(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    document = json.loads(file.read_text())
+    cut = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    document["decoder"] = {"type": "Sequence", "decoders": [document["decoder"], {"type": "Fuse"}, cut]}
+    file.write_text(json.dumps(document))
+    text = open_text(str(tmp_path))
+    before, after = text.encode("Sphinx of"), text.encode(" black quartz", adds=False)
+
+    assert told(text.reader(before), after) == " black quartz"
+    assert told(text.reader(), after) == text.decode(after) == "black quartz"
+
+
 def test_ends_are_the_tokenizers_and_the_generations(text: Text) -> None:
     """generation_config.json goes before config.json."""
     assert {1, 5} == set(text.end)

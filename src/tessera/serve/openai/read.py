@@ -350,9 +350,10 @@ async def make_asks(draft: Draft, endpoint: Endpoint, client: str) -> AskBatch:
     request, stop = draft.request, draft.request.stop or ()
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     ends = (stops, tuple(request.stop_token_ids or ()), bool(request.ignore_eos), request.min_tokens or 0)
-    adapter = endpoint.card.names.index(request.model) if request.model else 0
+    is_new = isinstance(request, bodies.ChatRequest) and not request.continue_final_message
+    rest = endpoint.card.names.index(request.model) if request.model else 0, not is_new
     asks = [
-        Ask(prompt, most, sampling, *ends, client, pictures, grammar, None if choice else notes, adapter)
+        Ask(prompt, most, sampling, *ends, client, pictures, grammar, None if choice else notes, *rest)
         for prompt in prompts
         for choice, sampling in enumerate(samplings)
     ]
