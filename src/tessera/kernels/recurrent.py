@@ -18,8 +18,7 @@ The torch code here, for CPUs, is the reference. It computes sequences of equal 
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch.nn.functional import silu, softplus
@@ -41,29 +40,34 @@ SCHEMAS = {
 }
 
 
-@dataclass(frozen=True)
-class _Alike:
-    tokens: torch.Tensor
-    rows: torch.Tensor
-    begins: torch.Tensor
-
-    def of(self, x: torch.Tensor) -> torch.Tensor:
-        return x[self.tokens].float()
-
-    def read(self, state: torch.Tensor) -> torch.Tensor:
-        held = state[self.rows].float()
-        return held.masked_fill_(self.begins.view(-1, *[1] * (state.dim() - 1)), 0)
+# Tokens [sequences, some] and states before them -> results, and states after them.
+Advance = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-def _alike(starts: torch.Tensor, rows: torch.Tensor) -> Iterator[_Alike]:
+def _scan(
+    x: torch.Tensor,
+    state: torch.Tensor,
+    starts: torch.Tensor,
+    rows: torch.Tensor,
+    advance: Advance,
+    chunk: int | None = None,
+) -> torch.Tensor:
+    """`chunk`: tokens of a sequence that are computed at once; None: all."""
     groups: dict[int, list[tuple[int, int]]] = defaultdict(list)
     firsts = starts.tolist()
     for first, after, row in zip(firsts[:-1], firsts[1:], rows.tolist(), strict=True):
         groups[after - first].append((first, row))
     groups.pop(0, None)
+    out = x.new_zeros(x.shape)
     for count, group in groups.items():
         first, row = torch.tensor(group).t()
-        yield _Alike(first[:, None] + torch.arange(count), torch.where(row < 0, -1 - row, row), row < 0)
+        begins, places = row < 0, torch.where(row < 0, -1 - row, row)
+        held = state[places].float().masked_fill_(begins.view(-1, *[1] * (state.dim() - 1)), 0)
+        for tokens in (first[:, None] + torch.arange(count)).split(chunk or count, 1):
+            made, held = advance(tokens, held)
+            out[tokens] = made.to(x.dtype)
+        state[places] = held.to(state.dtype)
+    return out
 
 
 def _conv_on_cpu(
@@ -76,16 +80,16 @@ def _conv_on_cpu(
     has_silu: bool,
 ) -> torch.Tensor:
     """x [T, C], weight [C, K], state [R, K - 1, C]: the last inputs."""
-    out = x.new_zeros(x.shape)
-    for part in _alike(starts, rows):
-        count = part.tokens.shape[1]
-        seen = torch.cat([part.read(state), part.of(x)], 1)
+
+    def advance(tokens: torch.Tensor, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        count = tokens.shape[1]
+        seen = torch.cat([held, x[tokens].float()], 1)
         total = sum(seen[:, k : k + count] * w for k, w in enumerate(weight.float().unbind(1)))
         assert isinstance(total, torch.Tensor)
         total = total if bias is None else total + bias.float()
-        out[part.tokens] = (silu(total) if has_silu else total).to(x.dtype)
-        state[part.rows] = seen[:, count:].to(state.dtype)
-    return out
+        return silu(total) if has_silu else total, seen[:, count:]
+
+    return _scan(x, state, starts, rows, advance)
 
 
 def _time_steps(dt: torch.Tensor, bias: torch.Tensor | None, has_softplus: bool) -> torch.Tensor:
@@ -113,25 +117,22 @@ def _ssd_on_cpu(
     A head's state decays by exp(dt * a) and gains dt * x * b; the result is state * c + d * x. Tokens of a
     chunk see one another by a product, earlier ones by the state.
     """
-    out, group = x.new_zeros(x.shape), x.shape[1] // b.shape[1]
-    for part in _alike(starts, rows):
-        held = part.read(state)
-        for tokens in part.tokens.split(CHUNK, 1):
-            values = x[tokens].float()
-            step = _time_steps(dt[tokens].float(), dt_bias, has_softplus).clamp(dt_min, dt_max)
-            keys, queries = (t[tokens].float().repeat_interleave(group, 2) for t in (b, c))
-            total = (step * a.float()).cumsum(1)
-            weights = torch.einsum("nihs,njhs->nijh", queries, keys) * _fades(total) * step[:, None]
-            made = torch.einsum("nijh,njhp->nihp", weights, values)
-            made += torch.einsum("nihs,nhps->nihp", queries, held) * total.exp()[..., None]
-            if d is not None:
-                made += values * d.float()[:, None]
-            out[tokens] = made.to(x.dtype)
-            left = (total[:, -1:] - total).exp() * step
-            gain = torch.einsum("nihp,nihs->nhps", values * left[..., None], keys)
-            held = held * total[:, -1].exp()[..., None, None] + gain
-        state[part.rows] = held.to(state.dtype)
-    return out
+
+    def advance(tokens: torch.Tensor, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, group = x[tokens].float(), x.shape[1] // b.shape[1]
+        step = _time_steps(dt[tokens].float(), dt_bias, has_softplus).clamp(dt_min, dt_max)
+        keys, queries = (t[tokens].float().repeat_interleave(group, 2) for t in (b, c))
+        total = (step * a.float()).cumsum(1)
+        weights = torch.einsum("nihs,njhs->nijh", queries, keys) * _fades(total) * step[:, None]
+        made = torch.einsum("nijh,njhp->nihp", weights, values)
+        made += torch.einsum("nihs,nhps->nihp", queries, held) * total.exp()[..., None]
+        if d is not None:
+            made += values * d.float()[:, None]
+        left = (total[:, -1:] - total).exp() * step
+        gain = torch.einsum("nihp,nihs->nhps", values * left[..., None], keys)
+        return made, held * total[:, -1].exp()[..., None, None] + gain
+
+    return _scan(x, state, starts, rows, advance, CHUNK)
 
 
 def _fades(total: torch.Tensor) -> torch.Tensor:
@@ -156,18 +157,17 @@ def _selective_on_cpu(
     has_softplus: bool,
 ) -> torch.Tensor:
     """x, dt and z [T, C], a [C, N], b and c [T, N], d and dt_bias [C], state [R, C, N]; `z` gates by SiLU."""
-    out = x.new_zeros(x.shape)
-    for part in _alike(starts, rows):
-        held = part.read(state)
-        for tokens in part.tokens.unbind(1):
-            value, key, query = (t[tokens].float() for t in (x, b, c))
-            step = _time_steps(dt[tokens].float(), dt_bias, has_softplus)
-            held = held * (step[..., None] * a.float()).exp() + (step * value)[..., None] * key[:, None]
-            made = (held * query[:, None]).sum(-1)
-            made = made if d is None else made + value * d.float()
-            out[tokens] = (made if z is None else made * silu(z[tokens].float())).to(x.dtype)
-        state[part.rows] = held.to(state.dtype)
-    return out
+
+    def advance(tokens: torch.Tensor, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        now = tokens[:, 0]
+        value, key, query = (t[now].float() for t in (x, b, c))
+        step = _time_steps(dt[now].float(), dt_bias, has_softplus)
+        held = held * (step[..., None] * a.float()).exp() + (step * value)[..., None] * key[:, None]
+        made = (held * query[:, None]).sum(-1)
+        made = made if d is None else made + value * d.float()
+        return (made if z is None else made * silu(z[now].float()))[:, None], held
+
+    return _scan(x, state, starts, rows, advance, 1)
 
 
 def _delta_on_cpu(
@@ -186,20 +186,18 @@ def _delta_on_cpu(
     A head's state decays by exp(g), then gains key * beta * (value - key @ state); the result is query @
     state / sqrt(K). `is_normed`: queries and keys are normed first.
     """
-    out = value.new_zeros(value.shape)
-    for part in _alike(starts, rows):
-        held = part.read(state)
-        for tokens in part.tokens.unbind(1):
-            q, k, v, decay, rate = (t[tokens].float() for t in (query, key, value, g, beta))
-            if is_normed:
-                q, k = (t * (t.square().sum(-1, keepdim=True) + NORM_EPSILON).rsqrt() for t in (q, k))
-            held = held * decay.exp()[..., None]
-            delta = (v - torch.einsum("nhk,nhkv->nhv", k, held)) * rate[..., None]
-            held = held + k[..., None] * delta[..., None, :]
-            made = torch.einsum("nhk,nhkv->nhv", q, held) * query.shape[-1] ** -0.5
-            out[tokens] = made.to(value.dtype)
-        state[part.rows] = held.to(state.dtype)
-    return out
+
+    def advance(tokens: torch.Tensor, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v, decay, rate = (t[tokens[:, 0]].float() for t in (query, key, value, g, beta))
+        if is_normed:
+            q, k = (t * (t.square().sum(-1, keepdim=True) + NORM_EPSILON).rsqrt() for t in (q, k))
+        held = held * decay.exp()[..., None]
+        delta = (v - torch.einsum("nhk,nhkv->nhv", k, held)) * rate[..., None]
+        held = held + k[..., None] * delta[..., None, :]
+        made = torch.einsum("nhk,nhkv->nhv", q, held) * query.shape[-1] ** -0.5
+        return made[:, None], held
+
+    return _scan(value, state, starts, rows, advance, 1)
 
 
 for _name, _on_cpu in (
