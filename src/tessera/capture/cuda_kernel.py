@@ -11,7 +11,6 @@ Not handled: struct parameters and textures.
 """
 
 import ctypes
-import re
 import shutil
 import subprocess
 import tempfile
@@ -26,13 +25,10 @@ from tessera.capture.own import OwnLaunch, launch
 from tessera.errors import CaptureError
 from tessera.ir import Kernel, Origin
 from tessera.kernels.launch import Grid
+from tessera_ptx import parse
 
 # Every GPU since Ampere loads it.
 ARCH = 80
-
-_ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)", re.DOTALL)
-_PARAM = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr\b[^,]*?\s)?([\w$]+)(\[\d+\])?\s*$")
-_WIDTH = re.compile(r"[a-z](\d+)")
 
 
 class CudaKernel:
@@ -117,21 +113,20 @@ def _scalar(kind: str, value: Any) -> str:
 
 
 def _parameters(ptx: str, name: str) -> list[str]:
-    entries = dict(_ENTRY.findall(ptx))
+    entries = {entry.name: entry.params for entry in parse(ptx, name).entries}
     if name not in entries:
         have = ", ".join(entries) or "none"
         raise CaptureError(
             f"the code has no entry '{name}'; it has: {have}", 'Declare it extern "C" __global__.', name
         )
-    types = []
-    for text in filter(None, (part.strip() for part in entries[name].split(","))):
-        match = _PARAM.match(text)
-        if match is None or match.group(3) is not None or not _WIDTH.fullmatch(match.group(1)):
+    for param in entries[name]:
+        if param.is_array or not param.type[1:].isdigit():
             raise CaptureError(
-                f"parameter '{text}' is neither a pointer nor a number", "Pass its parts one by one.", name
+                f"parameter '{param.name}' is neither a pointer nor a number",
+                "Pass its parts one by one.",
+                name,
             )
-        types.append(match.group(1))
-    return types
+    return [param.type for param in entries[name]]
 
 
 def _compiled(source: str, arch: int) -> str:
