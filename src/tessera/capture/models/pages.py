@@ -23,7 +23,6 @@ from transformers import StaticCache, cache_utils, masking_utils
 import tessera.kernels.paged  # noqa: F401 - registers the operator
 from tessera.capture.models.recurrent import PackedStates
 from tessera.capture.models.rows import (
-    absorbed,
     additive,
     attention_of,
     in_place_of,
@@ -235,7 +234,7 @@ class PagedCache(StaticCache):  # type: ignore[misc]
         return tuple(windows)
 
     def attended(self, key: torch.Tensor, value: torch.Tensor) -> PagedLayer:
-        """Pages hold what attention reads: keys and values by head, or latents (`absorbed`)."""
+        """Pages hold what attention reads: keys and values by head, or latents (`attention_of`)."""
         for layer in self.paged:
             if layer.is_unread:
                 layer.store(key, value)
@@ -346,18 +345,11 @@ def exchanged_attention(model: torch.nn.Module, cache: PagedCache, is_dense: boo
     latent = [] if is_dense else latent_modules(model)
     masks = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
 
-    def attend(
-        module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **given: Any
-    ) -> tuple[torch.Tensor, None]:
-        given.pop("dropout", None)
-        rest = (key, value, attention_mask)
-        if not any(module is one for one in latent):
-            return attend_pages(cache, query, *rest, **given)
+    def plain(module: Any, *given: Any, **options: Any) -> tuple[torch.Tensor, None]:
+        return attend_pages(cache, *given, **options)
 
-        def mix(latents: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
-            return attend_pages(cache, latents, *rest, **{**given, "query_tail": tail})[0]
-
-        return absorbed(module, query, mix), None
+    def mix(latents: torch.Tensor, tail: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
+        return attend_pages(cache, latents, *given, **{**options, "query_tail": tail})[0]
 
     def dense_mask(mask_function: Any, dtype: torch.dtype = torch.float32, **_: Any) -> torch.Tensor:
         tables = cache.paged[0].tables
@@ -372,7 +364,7 @@ def exchanged_attention(model: torch.nn.Module, cache: PagedCache, is_dense: boo
     with ExitStack() as stack:
         stack.enter_context(patch.dict(masks._local_mapping, dict.fromkeys(masks, make_mask)))
         if not is_dense:
-            stack.enter_context(attention_of(attend, latent))
+            stack.enter_context(attention_of(plain, mix, latent))
             for module in filter(is_indexer, model.modules()):
                 # It selects all positions of a sequence: there are no more, see `paged.max_positions`.
                 stack.enter_context(patch.object(module, "forward", lambda *_, **__: True))

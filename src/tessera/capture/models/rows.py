@@ -6,7 +6,7 @@ positions (`row_mask`). Latent attention (MLA) decodes over latents (`row_latent
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -226,23 +226,26 @@ def _is_plain(product: Any) -> bool:
     return type(product) is torch.nn.Linear and not has_more
 
 
-def absorbed(
-    module: Any, query: torch.Tensor, attend: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    """Attention over latents of which keys and values are products (MLA).
-
-    The product with a head's keys is part of its queries, that with its values part of the result. `attend`:
-    queries of latents and of rotated keys -> mixed latents, positions first.
-    """
-    heads, size = query.shape[1], module.qk_nope_head_dim
-    up = module.kv_b_proj.weight.view(heads, -1, module.kv_lora_rank)
-    plain, tail = query.split([size, query.shape[3] - size], -1)
-    out = attend(torch.matmul(plain, up[:, :size]), tail)
-    return torch.matmul(out.transpose(1, 2), up[:, size:].transpose(1, 2)).transpose(1, 2)
-
-
 @contextmanager
-def attention_of(attend: Callable[..., Any], latent: Sequence[Any]) -> Iterator[None]:
+def attention_of(plain: Callable[..., Any], mix: Callable[..., Any], latent: Sequence[Any]) -> Iterator[None]:
+    """Attention is `plain`; that of `latent` modules, over latents of which keys and values are products
+    (MLA), is `mix`.
+
+    The product with a head's keys is part of its queries, that with its values part of the result. `mix`:
+    queries of latents and of rotated keys, latents, rotated keys and mask -> mixed latents, positions first.
+    """
+
+    def attend(
+        module: Any, query: torch.Tensor, key: Any, value: Any, mask: Any = None, **given: Any
+    ) -> tuple[torch.Tensor, None]:
+        if not any(module is one for one in latent):
+            return plain(module, query, key, value, mask, **given)  # type: ignore[no-any-return]
+        heads, size = query.shape[1], module.qk_nope_head_dim
+        up = module.kv_b_proj.weight.view(heads, -1, module.kv_lora_rank)
+        asked, tail = query.split([size, query.shape[3] - size], -1)
+        out = mix(torch.matmul(asked, up[:, :size]), tail, key, value, mask, **given)
+        return torch.matmul(out.transpose(1, 2), up[:, size:].transpose(1, 2)).transpose(1, 2), None
+
     functions = modeling_utils.ALL_ATTENTION_FUNCTIONS
     with ExitStack() as stack:
         stack.enter_context(patch.dict(functions._local_mapping, dict.fromkeys(functions, attend)))
@@ -251,25 +254,16 @@ def attention_of(attend: Callable[..., Any], latent: Sequence[Any]) -> Iterator[
         yield
 
 
-@contextmanager
-def row_latents(model: Any) -> Iterator[None]:
+def row_latents(model: Any) -> AbstractContextManager[None]:
     functions, name = modeling_utils.ALL_ATTENTION_FUNCTIONS, model.config._attn_implementation
     latent = latent_modules(model) if name in functions else []
-    plain = functions[name] if latent else None
 
-    def attend(
-        module: Any, query: Any, key: Any, value: Any, mask: Any, **given: Any
-    ) -> tuple[torch.Tensor, None]:
-        if plain is not None and not any(module is one for one in latent):
-            return plain(module, query, key, value, mask, **given)  # type: ignore[no-any-return]
+    def mix(
+        latents: torch.Tensor, tail: torch.Tensor, key: Any, value: Any, mask: Any, **given: Any
+    ) -> torch.Tensor:
+        asked = ((latents[:, :, 0], key[:, 0]), (tail[:, :, 0], value[:, 0]))
+        first, second = (torch.matmul(q, held.transpose(1, 2)) for q, held in asked)
+        weights = torch.softmax(((first + second) * given["scaling"] + mask[:, 0]).float(), -1)
+        return torch.matmul(weights.to(key.dtype), key[:, 0])[:, None]
 
-        def mix(latents: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
-            asked = ((latents[:, :, 0], key[:, 0]), (tail[:, :, 0], value[:, 0]))
-            first, second = (torch.matmul(q, held.transpose(1, 2)) for q, held in asked)
-            weights = torch.softmax(((first + second) * given["scaling"] + mask[:, 0]).float(), -1)
-            return torch.matmul(weights.to(key.dtype), key[:, 0])[:, None]
-
-        return absorbed(module, query, mix), None
-
-    with attention_of(attend, latent) if latent else nullcontext():
-        yield
+    return attention_of(functions[name], mix, latent) if latent else nullcontext()
