@@ -9,8 +9,8 @@ settings that are not known, adapted embeddings, heads, experts and layers that 
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,26 +41,30 @@ MERGE = "Merge it into its base model (peft: merge_and_unload), and serve that f
 
 
 class AdapterChoice:
-    def __init__(self, num: int) -> None:
+    def __init__(self, num: int, paths: Iterable[str]) -> None:
         self.num = num
-        self.is_checked = False
         self.rows: torch.Tensor | None = None
+        # Layers that no call has used.
+        self.idle = set(paths)
 
 
 class AdaptedLinear(torch.nn.Module):
-    def __init__(self, base: Any, choice: AdapterChoice, down: torch.Tensor, up: torch.Tensor) -> None:
+    def __init__(
+        self, path: str, base: Any, choice: AdapterChoice, down: torch.Tensor, up: torch.Tensor
+    ) -> None:
         super().__init__()
-        self.base = base
+        self.path, self.base = path, base
         self._choice = (choice,)
         self.register_buffer("lora_down", down)
         self.register_buffer("lora_up", up)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.base(x)
-        rows = self._choice[0].rows
-        if rows is None:
+        (choice,) = self._choice
+        if choice.rows is None:
             return y
-        adapted: torch.Tensor = torch.ops.tessera.lora(y, x, self.lora_down, self.lora_up, rows)
+        choice.idle.discard(self.path)
+        adapted: torch.Tensor = torch.ops.tessera.lora(y, x, self.lora_down, self.lora_up, choice.rows)
         return adapted
 
     @property
@@ -79,38 +83,28 @@ def num_adapters(model: Any) -> int:
 
 @contextmanager
 def using_adapters(model: Any, rows: torch.Tensor | None) -> Iterator[None]:
-    """Token t of a call has adapter rows[t]; 0: none."""
+    """Token t of a call has adapter rows[t]; 0: none. A model that reads a layer's weight itself would leave
+    its adapter out.
+    """
     choice = getattr(model, "adapter_choice", None)
     if choice is None:
         yield
         return
     choice.rows = rows
     try:
-        with nullcontext() if choice.is_checked or rows is None else _all_called(model):
-            yield
-        choice.is_checked |= rows is not None
+        yield
     finally:
         choice.rows = None
-
-
-@contextmanager
-def _all_called(model: Any) -> Iterator[None]:
-    """A model that reads a layer's weight itself would leave the adapter out."""
-    idle = {path: layer for path, layer in model.named_modules() if isinstance(layer, AdaptedLinear)}
-    with ExitStack() as hooks:
-        for path, layer in tuple(idle.items()):
-            hook = layer.register_forward_hook(lambda *_, path=path: idle.pop(path, None) and None)
-            hooks.callback(hook.remove)
-        yield
-    if idle:
-        raise CaptureError(f"adapters of {min(idle)} are not supported: the model does not call it", MERGE)
+    if rows is not None and choice.idle:
+        layer = min(choice.idle)
+        raise CaptureError(f"adapters of {layer} are not supported: the model does not call it", MERGE)
 
 
 def add_adapters(model: Any, folders: Sequence[str]) -> None:
     """Adapter i is number i + 1."""
     adapters = [_read(Path(folder)) for folder in folders]
     paths = dict.fromkeys(path for adapter in adapters for path in adapter)
-    choice = model.adapter_choice = AdapterChoice(len(adapters))
+    choice = model.adapter_choice = AdapterChoice(len(adapters), paths)
     for path in paths:
         place = next(folder for folder, adapter in zip(folders, adapters, strict=True) if path in adapter)
         base = _layer(model, path, place)
@@ -131,7 +125,7 @@ def add_adapters(model: Any, folders: Sequence[str]) -> None:
                 )
                 raise CaptureError(message, "Use an adapter of this base model.", folder)
             down[number, :own], up[number, :, :own] = pair
-        model.set_submodule(path, AdaptedLinear(base, choice, down, up))
+        model.set_submodule(path, AdaptedLinear(path, base, choice, down, up))
 
 
 def _layer(model: Any, path: str, folder: str) -> Any:
