@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention, softmax
 
 from tessera.kernels import PAGE
 from tessera.kernels.register import register
@@ -119,31 +119,44 @@ def _attend(
 ) -> torch.Tensor:
     """Query heads that share a key head become further queries."""
     parts, count, heads, width = query.shape
-    kv_heads = keys.shape[2]
-    rows = query.view(parts, count, kv_heads, -1, width).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
     if soft_cap or sinks is not None:
-        scores = _scores(rows, keys, scale, soft_cap).view(parts, heads, count, -1)
-        out = _mix(scores.masked_fill_(~seen[:, None], float("-inf")), values, sinks)
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        q, k, v = (t.to(dtype).transpose(1, 2) for t in (query, keys, values))
+        out = by_formula(q, k, v, seen[:, None], scale, sinks, soft_cap)
     else:
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+        kv_heads = keys.shape[1]
+        rows = query.view(parts, count, kv_heads, -1, width).permute(0, 2, 3, 1, 4).flatten(2, 3)
         mask = seen[:, None].repeat(1, 1, heads // kv_heads, 1)
         out = scaled_dot_product_attention(rows, keys, values, mask, scale=scale)
     return out.reshape(parts, heads, count, -1).transpose(1, 2).to(query.dtype)
 
 
-def _scores(rows: torch.Tensor, keys: torch.Tensor, scale: float, soft_cap: float) -> torch.Tensor:
-    dtype = torch.promote_types(rows.dtype, torch.float32)
-    scores = (rows.to(dtype) * scale) @ keys.to(dtype).transpose(2, 3)
-    return torch.tanh(scores / soft_cap) * soft_cap if soft_cap else scores
-
-
-def _mix(scores: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    parts, heads, count, held = scores.shape
+def by_formula(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    sinks: torch.Tensor | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attention with sinks or bounded scores, for which torch has no kernel. Heads come before positions."""
+    batch, heads, num, width = query.shape
+    kv_heads, held = key.shape[1], key.shape[2]
+    rows = query.reshape(batch, kv_heads, -1, width)
+    scores = (rows @ key.transpose(2, 3)).view(batch, heads, num, held) * scaling
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        hides = mask.dtype is torch.bool
+        scores = scores.masked_fill(~mask, float("-inf")) if hides else scores + mask
     if sinks is not None:
-        column = sinks.to(scores.dtype).view(1, heads, 1, 1).expand(parts, heads, count, 1)
+        column = sinks.view(1, -1, 1, 1).expand(batch, -1, num, 1)
         scores = torch.cat([scores, column], -1)
-    weights = torch.softmax(scores, -1)[..., :held]
-    return weights.reshape(parts, values.shape[1], -1, held) @ values.to(scores.dtype)
+    weights = softmax(scores, -1)[..., :held]
+    out = weights.reshape(batch, kv_heads, -1, held) @ value
+    return out.view(batch, heads, num, -1)
 
 
 def _shaped(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *_: object) -> torch.Tensor:

@@ -259,8 +259,7 @@ def load(
             str(folder),
         )
     if random_weights:
-        with blamed(folder, what), torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)  # and no other device's
+        with blamed(folder, what), seeded(seed):
             return make()
     tensors = read_weights(folder)
     if not tensors:
@@ -277,6 +276,13 @@ def load(
         message = f"config.json and the weights differ in the shape or type of {_some(sorted(filled.unlike))}"
         raise CaptureError(message, AGAIN, str(folder))
     return filled.module
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # and no other device's
+        yield
 
 
 def _no_weights(folder: Path) -> CaptureError:

@@ -39,8 +39,7 @@ def built_in(name: str, sizes: dict[str, Any], num_words: int, dtype: torch.dtyp
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # fake parameters cannot be converted later
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(step.seed)  # seeds no other device
+        with checkpoint.seeded(step.seed):
             module = kind(**sizes).eval()
     finally:
         torch.set_default_dtype(before)

@@ -92,6 +92,11 @@ def takes(part: Callable[..., Any], name: str) -> bool:
     return name in inspect.signature(getattr(part, "forward", part)).parameters
 
 
+def taken(part: Callable[..., Any], *names: str) -> str:
+    """The first of the names that it takes; "": none."""
+    return next((name for name in names if takes(part, name)), "")
+
+
 def flatten(made: Any) -> dict[str, torch.Tensor]:
     open_dataclasses(made)
     leaves, _ = pytree.tree_flatten_with_path(made)
@@ -151,7 +156,7 @@ def forward(
         given |= {"inputs_embeds": embedded(model, inputs), "position_ids": inputs["rotary"]}
     else:
         given[f"{prefix}input_ids"] = inputs["tokens"]
-        name = next((n for n in (f"{prefix}position_ids", "position_ids") if takes(model, n)), "")
+        name = taken(model, f"{prefix}position_ids", "position_ids")
         if name and positions is not None:
             given[name] = positions
     if positions is not None and takes(model, "cache_position"):
@@ -204,16 +209,13 @@ class CachedSteps:
         self._is_prefill = step.kind == "prefill"
         self._capacity = check_length(self._config, step)
         self._tokens = "decoder_input_ids" if self._is_pair else "input_ids"
-        self._positions = self._taken("decoder_position_ids", "position_ids")
-        self._mask = self._taken("decoder_attention_mask", "attention_mask")
-        self._cache = self._taken(*CACHES)
+        self._positions = taken(model, "decoder_position_ids", "position_ids")
+        self._mask = taken(model, "decoder_attention_mask", "attention_mask")
+        self._cache = taken(model, *CACHES)
         self._encoded = self._encode() if self._is_pair else None
         self._picture: int | None = None
         self._num_seen = self._count_seen() if self._is_prefill else 0
         self._learn()
-
-    def _taken(self, *names: str) -> str:
-        return next((name for name in names if takes(self._model, name)), "")
 
     def workload(self) -> Workload:
         return Workload(self._step, self._model, self._call, self._inputs, self.state, self._follow)
@@ -461,27 +463,17 @@ def head_reads(model: Any, pick: Callable[[torch.Tensor], torch.Tensor] | None) 
         handle.remove()
 
 
-def call_on_meta(model: Any) -> None:
-    """Fast, but fails with tensors outside parameters and buffers."""
-    _call_on(model, {name: t.to("meta") for name, t in _held(model).items()}, torch.device("meta"))
-
-
 def call_on_fakes(model: Any) -> None:
-    held = _held(model)
+    """Calls it on a few tokens, without values."""
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     mode = detect_fake_mode(list(held.values())) or FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
-        fakes = {n: t if isinstance(t, FakeTensor) else mode.from_tensor(t) for n, t in held.items()}
-        _call_on(model, fakes, model.device)
-
-
-def _held(model: Any) -> Tensors:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def _call_on(model: Any, held: Tensors, device: torch.device) -> None:
-    with apart(model), device, NoReads():  # type: ignore[no-untyped-call]
-        words = torch.zeros((2, 3), dtype=torch.long, device=device)
-        torch.func.functional_call(model, dict(held), (), {"input_ids": words, "use_cache": False})
+        fakes: dict[str, torch.Tensor] = {
+            n: t if isinstance(t, FakeTensor) else mode.from_tensor(t) for n, t in held.items()
+        }
+        with apart(model), model.device, NoReads():  # type: ignore[no-untyped-call]
+            words = torch.zeros((2, 3), dtype=torch.long)
+            torch.func.functional_call(model, fakes, (), {"input_ids": words, "use_cache": False})
 
 
 def _leaves(value: Any, path: tuple[str, ...] = (), above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:

@@ -2,7 +2,7 @@
 
 `attend` reads the key/value cache once. Hugging Face repeats keys and values for every query head, which
 copies the cache several times per decode; here query heads that share a key head are rows of one attention
-call. Attention sinks (`s_aux`) and `softcap` have no torch kernel: the formula is written out.
+call. Attention sinks (`s_aux`) and `softcap` have no torch kernel: they are computed by formula.
 """
 
 import logging
@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.nn.functional import scaled_dot_product_attention, softmax
+from torch.nn.functional import scaled_dot_product_attention
 
 from tessera.capture.models import checkpoint
 from tessera.capture.models.packed import PACKINGS, Packing, Unread, packed_tensors, packing_of, put_packed
 from tessera.capture.workload import Workload
 from tessera.errors import CaptureError, UnknownName, extra_module
 from tessera.ir import Step
+from tessera.kernels.paged import by_formula
 
 CAUSAL_STEPS = ("prefill", "decode")
 STEPS = {"qwen2_5_vl": ("encode", "prefill", "decode")}
@@ -128,10 +129,10 @@ def _is_about_the_model(record: logging.LogRecord) -> bool:
 def _workload(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) -> Workload:
     model = _moved(_model(config, step, dtype, folder))
     if step.joined_products:
-        from tessera.capture.models.generic import call_on_fakes, call_on_meta
+        from tessera.capture.models.generic import call_on_fakes
         from tessera.capture.models.joined import join_products
 
-        join_products(model, partial(call_on_meta, model), partial(call_on_fakes, model))
+        join_products(model, partial(call_on_fakes, model))
     if step.adapters:
         from tessera.capture.models.lora import add_adapters
 
@@ -165,8 +166,7 @@ def _model(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) -> 
     options = {"attn_implementation": attention_of(kind), "dtype": dtype}
     make = partial(kind._from_config, config, **options)
     if folder is None:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(step.seed)  # and no other device's
+        with checkpoint.seeded(step.seed):
             model = make()
     else:
         packing = packing_of(folder, checkpoint.read_settings(folder))
@@ -245,14 +245,15 @@ def attend(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Heads first in, positions first out."""
-    batch, heads, num, _width = query.shape
+    batch, heads, num, width = query.shape
     groups = heads // key.shape[1]
     causal = num > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if s_aux is not None or softcap is not None:
         if attention_mask is None and causal:
             attention_mask = torch.full((num, num), float("-inf"), dtype=query.dtype, device=query.device)
             attention_mask = attention_mask.triu(1)
-        out = _written_out(query, key, value, attention_mask, scaling, s_aux, softcap)
+        scale = width**-0.5 if scaling is None else scaling
+        out = by_formula(query, key, value, attention_mask, scale, s_aux, softcap)
     elif attention_mask is None:
         out = scaled_dot_product_attention(
             query, key, value, is_causal=causal, scale=scaling, enable_gqa=groups > 1
@@ -268,30 +269,3 @@ def attend(
         key, value = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
         out = scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _written_out(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-    sinks: torch.Tensor | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    batch, heads, num, width = query.shape
-    kv_heads, held = key.shape[1], key.shape[2]
-    rows = query.reshape(batch, kv_heads, -1, width)
-    scores = (rows @ key.transpose(2, 3)).view(batch, heads, num, held)
-    scores = scores * (width**-0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if mask is not None:
-        hides = mask.dtype is torch.bool
-        scores = scores.masked_fill(~mask, float("-inf")) if hides else scores + mask
-    if sinks is not None:
-        column = sinks.view(1, -1, 1, 1).expand(batch, -1, num, 1)
-        scores = torch.cat([scores, column], -1)
-    weights = softmax(scores, -1)[..., :held]
-    out = weights.reshape(batch, kv_heads, -1, held) @ value
-    return out.view(batch, heads, num, -1)

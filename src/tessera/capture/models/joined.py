@@ -10,7 +10,7 @@ in type, device or bias; columns not aligned to 16 bytes; and kinds with which t
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,18 +100,17 @@ class _Kind:
 _Group = tuple[str, _Kind]
 
 
-def join_products(model: torch.nn.Module, *calls: Callable[[], object]) -> int:
-    """Uses the first example that runs."""
+def join_products(model: torch.nn.Module, call: Callable[[], object]) -> int:
+    """Nothing is joined if the example fails."""
     joinable = _joinable(model)
-    for call in calls:
-        with suppress(*UNFIT), _called(joinable) as inputs:
+    try:
+        with _called(joinable) as inputs:
             call()
-            break
-    else:
+    except UNFIT:
         return 0
     groups = _groups(model, joinable, inputs)
     first_of = {kind: path for path, kind in reversed(groups)}
-    fitting = _fitting(model, first_of, call)
+    fitting = [kind for kind, path in first_of.items() if _runs(model, path, kind, call)]
     chosen = [(path, kind) for path, kind in groups if kind in fitting]
     for path, kind in chosen:
         _join(model, path, kind)
@@ -187,22 +186,14 @@ def _group(model: torch.nn.Module, members: Sequence[str]) -> _Group:
     return owner, _Kind(type(model.get_submodule(owner)), tuple(".".join(names[depth:]) for names in parts))
 
 
-def _fitting(model: torch.nn.Module, first_of: dict[_Kind, str], call: Callable[[], object]) -> list[_Kind]:
-    kinds = list(first_of)
-    if _runs(model, [(first_of[kind], kind) for kind in kinds], call):
-        return kinds
-    return [kind for kind in kinds if _runs(model, [(first_of[kind], kind)], call)]
-
-
-def _runs(model: torch.nn.Module, groups: Iterable[_Group], call: Callable[[], object]) -> bool:
-    undo = [_join(model, path, kind) for path, kind in groups]
+def _runs(model: torch.nn.Module, owner: str, kind: _Kind, call: Callable[[], object]) -> bool:
+    put_back = _join(model, owner, kind)
     try:
         call()
     except UNFIT:
         return False
     finally:
-        for put_back in undo:
-            put_back()
+        put_back()
     return True
 
 

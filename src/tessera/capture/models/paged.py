@@ -26,6 +26,7 @@ from random import Random
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -172,7 +173,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _cache_name(model: Any) -> str:
-    return next((name for name in generic.CACHES[:2] if generic.takes(model, name)), "")
+    return generic.taken(model, *generic.CACHES[:2])
 
 
 def _try(model: Any, kind: str, selects: bool) -> StepLayout:
@@ -210,14 +211,11 @@ def _selects(model: Any) -> bool:
     """
     if model._can_set_experts_implementation() or "expert" not in model.config.to_json_string():
         return False
-    for call in (generic.call_on_meta, generic.call_on_fakes):
-        try:
-            call(model)
-        except UNFIT as error:
-            is_read = isinstance(error, READS)
-        else:
-            return False
-    return is_read
+    try:
+        generic.call_on_fakes(model)
+    except UNFIT as error:
+        return isinstance(error, READS)
+    return False
 
 
 def _own_cache(model: Any) -> Any:
@@ -569,30 +567,21 @@ def _padded(parts: Sequence[tuple[int, int]], num: int) -> list[tuple[int, int]]
 
 def lay_out(step: Step, parts: Sequence[tuple[int, int]], free: Sequence[int]) -> dict[str, torch.Tensor]:
     """Groups have the same pages where there are too few."""
-    positions: list[int] = []
-    places: list[tuple[int, int]] = []
-    starts, firsts = [0], [0]
-    for length, new in _padded(parts, step.batch):
-        here = range(length - new, length)
-        positions += here
-        places += [(starts[-1] + p // PAGE, p % PAGE) for p in here]
-        starts.append(starts[-1] + -(-length // PAGE))
-        firsts.append(len(positions))
-    padding, used = [0] * (step.context - len(positions)), starts[-1]
-    apart = used if num_groups(step) * used <= len(free) else 0
-    slots, page_starts = {}, {}
-    for group in range(num_groups(step)):
-        first = group * apart
-        held = [free[first + entry] * PAGE + at for entry, at in places]
-        slots[of_group("slots", group)] = torch.tensor(held + padding)
-        begun = torch.tensor(starts[:-1], dtype=torch.int32) + first
-        page_starts[of_group("page_starts", group)] = begun
-    pages = [*free[: first + used], *[0] * (num_entries(step) - first - used)]
-    return {
-        "positions": torch.tensor(positions + padding),
-        **slots,
-        "pages": torch.tensor(pages, dtype=torch.int32),
-        **page_starts,
-        "lengths": torch.tensor([length for length, _ in _padded(parts, step.batch)], dtype=torch.int32),
-        "query_starts": torch.tensor(firsts, dtype=torch.int32),
+    lengths, new = np.array(_padded(parts, step.batch)).T
+    starts, firsts = (np.cumsum([0, *each]) for each in (-(-lengths // PAGE), new))
+    num, used = firsts[-1], starts[-1]
+    positions = np.arange(num) + np.repeat(lengths - new - firsts[:-1], new)
+    entries = np.repeat(starts[:-1], new) + positions // PAGE
+    groups, held = range(num_groups(step)), np.array(free)
+    apart = used if len(groups) * used <= len(free) else 0
+    slots = [held[entries + group * apart] * PAGE + positions % PAGE for group in groups]
+    pages = held[: groups[-1] * apart + used]
+    by_token = {"positions": positions, **{of_group("slots", group): slots[group] for group in groups}}
+    others = {
+        "pages": np.pad(pages, (0, num_entries(step) - len(pages))),
+        **{of_group("page_starts", group): starts[:-1] + group * apart for group in groups},
+        "lengths": lengths,
+        "query_starts": firsts,
     }
+    laid = {n: torch.tensor(np.pad(held, (0, step.context - num)).tolist()) for n, held in by_token.items()}
+    return laid | {n: torch.tensor(held.tolist(), dtype=torch.int32) for n, held in others.items()}

@@ -23,6 +23,7 @@ from tessera.ir import Step
 
 # Served pictures are resized to a grid of 8 x 8 tokens.
 PICTURE_TOKENS = 64
+# Tokens of a row before its picture.
 NUM_LEADING = 1
 
 
@@ -102,16 +103,17 @@ class PictureSteps(CachedSteps):
         return {**inputs, "rotary": inputs["positions"].repeat(3, 1, 1)}
 
     def _own_inputs(self, seed: int) -> dict[str, torch.Tensor]:
-        step, num = self._step, num_image_tokens(self._step)
+        step, num = self._step, self._step.context // 2 if self._step.kind == "prefill" else 0
         random = torch.Generator().manual_seed(seed)
         least = min(step.context, NUM_LEADING + num + 1)
         lengths = torch.randint(least, step.context + 1, (step.batch, 1), generator=random)
         if step.kind == "decode":
             return self._tokens_at(lengths - 1, 1, random)
         inputs = self._tokens_at(torch.zeros_like(lengths), step.context, random)
+        places = rotary(np.arange(step.context), [NUM_LEADING], num)
         image = torch.randn((step.batch, num, self._config.hidden_size), generator=random)
         return inputs | {
-            "rotary": rotary_positions(step.context, num)[:, None].repeat(1, step.batch, 1),
+            "rotary": torch.tensor(places.tolist())[:, None].repeat(1, step.batch, 1),
             "last": lengths[:, 0] - 1,
             "image": image.to(self._model.dtype),
             "image_places": (NUM_LEADING + torch.arange(num)).repeat(step.batch, 1),
@@ -132,16 +134,6 @@ class PictureSteps(CachedSteps):
                 "Capture the encode with half the prefill's context, and both with the same batch.",
             )
         return {**inputs, "image": last["image"].clone()}
-
-
-def num_image_tokens(step: Step) -> int:
-    return step.context // 2 if step.kind == "prefill" else 0
-
-
-def rotary_positions(width: int, num_image: int) -> torch.Tensor:
-    """A row begins with `NUM_LEADING` tokens and a picture."""
-    starts = [NUM_LEADING] if num_image else []
-    return torch.tensor(rotary(np.arange(width), starts, num_image).tolist())
 
 
 def rotary(
