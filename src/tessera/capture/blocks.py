@@ -111,14 +111,10 @@ def view_of(tensor: torch.Tensor, part: BlockPart) -> torch.Tensor:
 
 
 def fill(target: torch.Tensor, values: torch.Tensor) -> None:
-    for dim, stride in enumerate(target.stride()):
-        if stride == 0:
-            target, values = (
-                target.narrow(dim, 0, min(1, target.shape[dim])),
-                values.narrow(dim, 0, min(1, values.shape[dim])),
-            )
-    span = 1 + sum((n - 1) * s for n, s in zip(target.shape, target.stride(), strict=True))
-    if span >= target.numel():
+    """Also where elements of the target share memory."""
+    dims = list(zip(target.shape, target.stride(), strict=True))
+    span = 1 + sum((n - 1) * s for n, s in dims)
+    if span >= target.numel() and all(s or n < 2 for n, s in dims):
         target.copy_(values)
         return
     places = torch.arange(span).as_strided(target.shape, target.stride())

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from tessera.capture.blocks import raw
 from tessera.errors import CaptureError
@@ -248,9 +249,9 @@ def check_operator(
             f"{func} changes its running statistics, which its schema does not say",
             "Call the model's eval() first.",
         )
-    if _answers_the_host(func) and any(map(varies, leaves((args, kwargs)))):
+    if _answers_the_host(func) and any(map(varies, tree_leaves((args, kwargs)))):
         refuse_read(str(func))
-    if _sizes_by_value(func) and any(map(varies, leaves(_deciding(func, args, kwargs)))):
+    if _sizes_by_value(func) and any(map(varies, tree_leaves(_deciding(func, args, kwargs)))):
         fail(f"{func} gives a result whose shape depends on values", _SIZED)
 
 
@@ -262,15 +263,6 @@ def _deciding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name == "aten::index":
         return [t for t in deciders[0] if t is not None and t.dtype in (torch.bool, torch.uint8)]
     return deciders if name in DECIDERS else (args, kwargs)
-
-
-def leaves(value: Any) -> Iterator[Any]:
-    items = value.values() if isinstance(value, dict) else value
-    if isinstance(value, tuple | list | dict):
-        for item in items:
-            yield from leaves(item)
-    else:
-        yield value
 
 
 @functools.cache

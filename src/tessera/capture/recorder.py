@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tessera.capture import operators
 from tessera.capture.blocks import raw
@@ -410,7 +411,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    tensors = [leaf for leaf in operators.leaves(value) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     for tensor in tensors:
         operators.check_tensor(tensor)
     return tensors
