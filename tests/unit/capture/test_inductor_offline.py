@@ -163,7 +163,7 @@ def test_blocks_that_are_alike_are_compiled_once() -> None:
     """The second and third of four blocks are alike; the fourth has another number in it."""
     with offline() as mode:
         given = tuple(on_device(t) for t in (workload().weights(), *workload().request(0)))
-        regions, _ = cut(trace_step(workload(), given, mode))
+        regions = cut(trace_step(workload(), given, mode))
     reading, first, second, third, fourth, last = [region.key for region in regions]
 
     assert second == third
@@ -178,7 +178,7 @@ def test_a_full_size_decode_needs_no_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with offline() as mode:
         given = tuple(on_device(t) for t in (full.weights(), full.make_inputs(0), full.make_state(0)))
-        regions, _ = cut(trace_step(full, given, mode))
+        regions = cut(trace_step(full, given, mode))
     grown_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 
     assert (33, 3) == (len(regions), len({region.key for region in regions}))
@@ -213,7 +213,7 @@ def test_memory_written_behind_a_block_is_made_in_the_same_region() -> None:
     late = replace(workload(), module=module, call=lambda inputs, state: {"y": module(inputs["x"])})
     with offline() as mode:
         given = tuple(on_device(t) for t in (late.weights(), {"x": torch.ones(2, 32)}, {}))
-        regions, _ = cut(trace_step(late, given, mode))
+        regions = cut(trace_step(late, given, mode))
     made = [
         {n.target for n in r.module.graph.nodes}
         for r in regions

@@ -110,13 +110,11 @@ class ExternCalls(TorchDispatchMode):
         if func.namespace == "prim":
             return func(*args, **kwargs)
         check_operator(func, args, kwargs, lambda value: isinstance(value, torch.Tensor))
-        if func._schema.name in ALLOCATORS:
-            result = func(*args, **kwargs)
-            self._ledger.view(result)
-            return result
         named = tuple((name, self._ledger.arg(value)) for name, value in kwargs.items())
         recorded = tuple(map(self._ledger.arg, args)), named
         result = func(*args, **kwargs)
+        if func._schema.name in ALLOCATORS:  # memory that no launch has written
+            self._ledger.view(result)
         results = result if isinstance(result, tuple | list) else (result,)
         tensors = [r for r in results if isinstance(r, torch.Tensor)]
         if func._schema.is_mutable or any(self._ledger.find(t) is None for t in tensors):

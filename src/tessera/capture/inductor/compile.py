@@ -25,7 +25,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Node
 from torch.nn.functional import linear
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from tessera.capture import operators
 from tessera.capture.fake import InPlaceOf, run_fake, target_attention, uncollected
@@ -50,12 +52,12 @@ CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class GraphRegion:
-    """Values are numbered over the whole step."""
+    """Values are named by the nodes of the whole step that make them."""
 
     module: torch.fx.GraphModule
-    takes: tuple[int, ...]
-    gives: tuple[int, ...]
-    frees: tuple[int, ...]
+    takes: tuple[Node, ...]
+    gives: tuple[Node, ...]
+    frees: tuple[Node, ...]
     # (index in gives, index in takes): the result is memory of the argument.
     views: tuple[tuple[int, int], ...]
     key: Any
@@ -67,10 +69,12 @@ class Traced:
     constants: dict[str, torch.Tensor]
     values: dict[torch.fx.Node, Any]
     borders: tuple[int, ...]
+    # By name, of weights, inputs and state.
+    given: Sequence[dict[str, torch.fx.Node]]
     outputs: dict[str, torch.fx.Node]
 
 
-def cut(traced: Traced) -> tuple[list[GraphRegion], dict[str, int]]:
+def cut(traced: Traced) -> list[GraphRegion]:
     nodes = [n for n in traced.graph.nodes if n.op != "output"]
     places = {node: place for place, node in enumerate(nodes)}
     last = {node: max((places.get(user, len(nodes)) for user in node.users), default=-1) for node in nodes}
@@ -80,8 +84,8 @@ def cut(traced: Traced) -> tuple[list[GraphRegion], dict[str, int]]:
     for start, stop in itertools.pairwise(cuts):
         inside = nodes[start:stop]
         gives = [n for n in inside if last[n] >= stop and isinstance(traced.values[n], torch.Tensor)]
-        regions.append(_region(traced, inside, gives, places, {n for n in nodes[:stop] if last[n] < stop}))
-    return regions, {name: places[node] for name, node in traced.outputs.items()}
+        regions.append(_region(traced, inside, gives, {n for n in nodes[:stop] if last[n] < stop}))
+    return regions
 
 
 def alike(args: Sequence[torch.Tensor]) -> Any:
@@ -138,9 +142,7 @@ def _written(traced: Traced, node: Node) -> list[torch.Tensor]:
     return [traced.values[item] for item in items if isinstance(item, Node)]
 
 
-def _region(
-    traced: Traced, inside: list[Node], gives: list[Node], places: dict[Node, int], dead: set[Node]
-) -> GraphRegion:
+def _region(traced: Traced, inside: list[Node], gives: list[Node], dead: set[Node]) -> GraphRegion:
     mine = set(inside)
     takes = list(dict.fromkeys(n for node in inside for n in node.all_input_nodes if n not in mine))
     graph = torch.fx.Graph()
@@ -155,9 +157,9 @@ def _region(
     storages = [traced.values[n].untyped_storage()._cdata for n in gives]
     return GraphRegion(
         torch.fx.GraphModule(held, graph),
-        tuple(places[n] for n in takes),
-        tuple(places[n] for n in gives),
-        tuple(places[n] for n in takes if n in dead),
+        tuple(takes),
+        tuple(gives),
+        tuple(n for n in takes if n in dead),
         tuple((i, owners[s]) for i, s in enumerate(storages) if s in owners),
         _key(traced, [*takes, *inside], len(takes), gives),
     )
@@ -201,20 +203,21 @@ class _Compiled:
 
 @dataclass(eq=False)
 class CompiledStep:
-    _names: Sequence[Sequence[str]]
     _regions: Sequence[GraphRegion]
-    _outputs: dict[str, int]
+    # By name, of weights, inputs and state.
+    _given: Sequence[dict[str, Node]]
+    _outputs: dict[str, Node]
     _settings: dict[str, Any]
     _compiled: dict[Any, _Compiled] = field(default_factory=dict)
 
     def run(
         self, weights: Tensors, inputs: Tensors, state: Tensors, enter: RegionContext = contextlib.nullcontext
     ) -> dict[str, torch.Tensor]:
-        groups = zip(self._names, (weights, inputs, state), strict=True)
-        values = dict(enumerate(tensors[name] for names, tensors in groups for name in names))
+        groups = zip(self._given, (weights, inputs, state), strict=True)
+        values = {node: tensors[name] for named, tensors in groups for name, node in named.items()}
         with torch.no_grad():
             for region in self._regions:
-                args = [values[number] for number in region.takes]
+                args = [values[node] for node in region.takes]
                 key = region.key, alike(args)
                 if key not in self._compiled:
                     self._compiled[key] = _compile(region, args, self._settings)
@@ -223,19 +226,9 @@ class CompiledStep:
                     results = compiled.call(*args)
                 _check_views(region, args, results)
                 values.update(zip(region.gives, results, strict=True))
-                for number in region.frees:
-                    del values[number]
-        return {name: values[number] for name, number in self._outputs.items()}
-
-
-def inductor_config(**changes: Any) -> AbstractContextManager[Any]:
-    from torch._inductor import config
-
-    settings: Any = config._config  # type: ignore[attr-defined]
-    patch: AbstractContextManager[Any] = config.patch(
-        {k: v for k, v in {**CONFIG, **changes}.items() if k in settings}
-    )
-    return patch
+                for node in region.frees:
+                    del values[node]
+        return {name: values[node] for name, node in self._outputs.items()}
 
 
 def compile_step(
@@ -247,11 +240,12 @@ def compile_step(
 ) -> CompiledStep:
     fakes = [{name: mode.from_tensor(t) for name, t in tensors.items()} for tensors in given]
     traced = trace_step(workload, fakes, mode, portable)
-    return CompiledStep([list(tensors) for tensors in given], *cut(traced), changes)
+    return CompiledStep(cut(traced), traced.given, traced.outputs, changes)
 
 
 def _compile(region: GraphRegion, args: Sequence[torch.Tensor], settings: dict[str, Any]) -> _Compiled:
     from torch._functorch import config as functorch_config
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     programs: list[Any] = []
@@ -260,7 +254,9 @@ def _compile(region: GraphRegion, args: Sequence[torch.Tensor], settings: dict[s
         programs.append(compile_fx_inner(*args, **kwargs))
         return programs[-1]
 
-    with inductor_config(**settings), functorch_config.patch(enable_autograd_cache=False):
+    known: Any = config._config  # type: ignore[attr-defined]
+    changes = {key: value for key, value in {**CONFIG, **settings}.items() if key in known}
+    with config.patch(changes), functorch_config.patch(enable_autograd_cache=False):
         call: Any = compile_fx(region.module, list(args), inner_compile=inner)
     if len(programs) != 1:
         remedy = "Capture it with the torch front end."
@@ -280,13 +276,9 @@ def _check_views(region: GraphRegion, args: Sequence[torch.Tensor], made: Sequen
 def trace_step(
     workload: Workload, given: Sequence[Tensors], mode: FakeTensorMode, portable: bool = True
 ) -> Traced:
-    tracer = _Tracer()
-    for tensors in given:
-        for name, tensor in tensors.items():
-            tracer.take(name, tensor)
-    weights, inputs, state = given
-    step = _Step(workload)
-    held = {f"model.{name}": tensor for name, tensor in _whole(workload.module, weights).items()}
+    tracer, (weights, inputs, state) = _Tracer(), given
+    placed = [{name: tracer.take(name, t) for name, t in tensors.items()} for tensors in given]
+    held = _reparametrize_module(workload.module, _whole(workload.module, weights))
     attention = target_attention() if portable else contextlib.nullcontext()
     seen = _borders(workload.module, tracer)
     with (
@@ -297,15 +289,16 @@ def trace_step(
         attention,
         seen,
         operators.insisting(),
+        held,
         tracer,
     ):
-        results = torch.func.functional_call(step, held, (inputs, state))
+        results = workload.call(inputs, state)
     outputs = {name: tracer.node(tensor) for name, tensor in results.items()}
     tracer.graph.output(tuple(outputs.values()))
-    return Traced(tracer.graph, tracer.constants, tracer.values, tuple(tracer.borders), outputs)
+    return Traced(tracer.graph, tracer.constants, tracer.values, tuple(tracer.borders), placed, outputs)
 
 
-def _whole(module: torch.nn.Module, weights: Tensors) -> Tensors:
+def _whole(module: torch.nn.Module, weights: Tensors) -> dict[str, torch.Tensor]:
     wrappers = {name: tensor for name, tensor in module.named_parameters() if operators.is_wrapper(tensor)}
     inner = {part for name, tensor in wrappers.items() for part, _ in operators.parts(name, tensor)}
     plain = {name: tensor for name, tensor in weights.items() if name not in inner}
@@ -318,15 +311,6 @@ def _folded_linear(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return linear(x.reshape(-1, x.shape[-1]), *args, **kwargs).view(*x.shape[:-1], -1)
 
 
-class _Step(torch.nn.Module):
-    def __init__(self, workload: Workload) -> None:
-        super().__init__()
-        self.model, self._call = workload.module, workload.call
-
-    def forward(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
-        return self._call(inputs, state)
-
-
 class _Tracer(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -336,8 +320,8 @@ class _Tracer(TorchDispatchMode):
         self.values: dict[torch.fx.Node, Any] = {}  # keeps tensors and their ids alive
         self.borders: list[int] = []
 
-    def take(self, name: str, tensor: torch.Tensor) -> None:
-        self._know(self.graph.placeholder(name.replace(".", "_").replace(":", "_")), tensor)
+    def take(self, name: str, tensor: torch.Tensor) -> torch.fx.Node:
+        return self._know(self.graph.placeholder(name.replace(".", "_").replace(":", "_")), tensor)
 
     def node(self, tensor: torch.Tensor) -> torch.fx.Node:
         node = self._nodes.get(id(tensor))
@@ -360,7 +344,7 @@ class _Tracer(TorchDispatchMode):
             return func(*args, **kwargs)
         if operators.has_wrappers(types):  # traced from the inside
             return NotImplemented
-        recorded = self._arg(args), {k: self._arg(v) for k, v in kwargs.items()}
+        recorded = tree_map_only(torch.Tensor, self.node, (args, kwargs))
         operators.check_operator(func, args, kwargs, _is_unknown)
         if func is torch.ops.aten.lift_fresh.default:
             func = torch.ops.aten.lift_fresh_copy.default
@@ -380,13 +364,6 @@ class _Tracer(TorchDispatchMode):
         if isinstance(value, torch.Tensor):
             self._nodes[id(value)] = node
         return node
-
-    def _arg(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self.node(value)
-        if isinstance(value, tuple | list):
-            return type(value)([self._arg(item) for item in value])
-        return value
 
 
 def _is_unknown(value: Any) -> bool:
