@@ -3,11 +3,11 @@
 Overlapping spans of a device or link get further threads of the same name, since slices must nest.
 """
 
-import json
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from tessera.ir import Span, Timeline
 from tessera.ir.files import write_whole
@@ -20,17 +20,10 @@ Event = dict[str, Any]
 
 
 def write_perfetto(timeline: Timeline, path: str | Path, beside: Timeline | None = None) -> None:
-    write_whole(path, (chunk.encode() for chunk in _document(timeline, beside)))
-
-
-def _document(timeline: Timeline, beside: Timeline | None) -> Iterator[str]:
-    about = json.dumps({"clock": timeline.clock.value, "made_by": "tessera"})
-    yield f'{{"displayTimeUnit": "ns", "otherData": {about}, "traceEvents": [\n'
-    separator = ""
-    for event in chain(_events(timeline), _events(beside, len(NAMES)) if beside else ()):
-        yield separator + json.dumps(event)
-        separator = ",\n"
-    yield "\n]}\n"
+    about = {"clock": timeline.clock.value, "made_by": "tessera"}
+    events = [*_events(timeline), *(_events(beside, len(NAMES)) if beside else ())]
+    document = {"displayTimeUnit": "ns", "otherData": about, "traceEvents": events}
+    write_whole(path, [msgspec.json.encode(document)])
 
 
 def _events(timeline: Timeline, offset: int = 0) -> Iterator[Event]:

@@ -146,30 +146,21 @@ def _inside(scope: str, layer: str) -> str:
     return scope[len(layer) :].lstrip(".")
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
-    graph: Graph
-    devices: tuple[int, ...]
-    costs: Costs
-
-
 def layer_picture(plan: Plan, lane: int, step: int) -> Picture:
-    chosen = plan.lanes[lane]
-    graph, costs = plan.graphs[step], plan.costs[step]
-    placed = Placed(graph, chosen.placement.devices[step], costs)
-    layer = layer_of(placed.graph.trace)
-    inside = layer.launches if layer else tuple(range(len(placed.devices)))
-    rows = _rows(placed, layer.scope if layer else "", inside)
+    trace, devices = plan.graphs[step].trace, plan.lanes[lane].placement.devices[step]
+    layer, found = layer_of(trace), list(crossings(plan.graphs[step], devices))
+    inside = layer.launches if layer else tuple(range(len(devices)))
+    rows = _rows(trace, layer.scope if layer else "", inside, devices, plan.costs[step], found)
     shown, hidden_after = _elide(rows)
     busy: dict[int, float] = defaultdict(float)
     for row in rows:
         busy[row.device] += row.us
-    found, own = crossings(placed), frozenset(inside)
+    own = frozenset(inside)
     leaving = _joined(crossing for x, y, crossing in found if x in own and y not in own)
     columns = _columns(len(plan.cluster.devices), shown, leaving)
     return Picture(
         f"{layer.scope}, one of {layer.num_alike} alike" if layer else "the whole step: no layer repeats",
-        step_title(placed.graph.trace.step),
+        step_title(trace.step),
         f"lane {lane}, {percent(shares(plan)[lane])} of the work",
         shown,
         hidden_after,
@@ -188,9 +179,15 @@ def _columns(num: int, rows: Sequence[Row], leaving: Sequence[Crossing]) -> tupl
     return tuple(sorted(named))
 
 
-def _rows(placed: Placed, scope: str, launches: Sequence[int]) -> tuple[Row, ...]:
+def _rows(
+    trace: Trace,
+    scope: str,
+    launches: Sequence[int],
+    devices: Sequence[int],
+    costs: Costs,
+    found: Sequence[tuple[int, int, Crossing]],
+) -> tuple[Row, ...]:
     """Rows as fine as fit: by sub-module, child or device."""
-    trace = placed.graph.trace
     own = ".".join(scope.split(".")[-2:]) if scope else "(outside modules)"
 
     def full(launch: int) -> str:
@@ -200,13 +197,13 @@ def _rows(placed: Placed, scope: str, launches: Sequence[int]) -> tuple[Row, ...
         return full(launch) if full(launch) == own else full(launch).split(".")[0]
 
     arrivals: dict[int, list[Crossing]] = defaultdict(list)
-    for _, reader, crossing in crossings(placed):
+    for _, reader, crossing in found:
         arrivals[reader].append(crossing)
     made: list[Row] = []
     for module in (full, child, lambda _: ""):
         made = []
-        for (name, device), group in groupby(launches, key=lambda x: (module(x), placed.devices[x])):
-            times = {x: placed.costs.us(x, device) for x in group}
+        for (name, device), group in groupby(launches, key=lambda x: (module(x), devices[x])):
+            times = {x: costs.us(x, device) for x in group}
             arrived = _joined(c for x in times for c in arrivals.get(x, ()))
             made.append(Row(name, device, _kernels(trace, times), len(times), sum(times.values()), arrived))
         if len(made) <= MAX_ROWS:
@@ -228,15 +225,15 @@ def _kernels(trace: Trace, times: dict[int, float]) -> str:
     return ", ".join(shown) + (f" +{rest}" if rest else "")
 
 
-def crossings(placed: Placed) -> Iterator[tuple[int, int, Crossing]]:
+def crossings(graph: Graph, devices: Sequence[int]) -> Iterator[tuple[int, int, Crossing]]:
     """(producer, first reader on another device, transfer)"""
-    for value in placed.graph.values:
+    for value in graph.values:
         if value.producer is None:
             continue
-        home = placed.devices[value.producer]
+        home = devices[value.producer]
         holders = {home}
         for reader in value.readers:
-            device = placed.devices[reader]
+            device = devices[reader]
             if device not in holders:
                 holders.add(device)
                 yield value.producer, reader, Crossing(home, device, value.num_bytes)

@@ -3,6 +3,7 @@
 Launches that take no time on a device are omitted.
 """
 
+import io
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from tessera.errors import TesseraError, extra_module
 from tessera.ir import Costs, Trace
+from tessera.ir.files import write_whole
 
 FORMATS = (".png", ".svg", ".pdf")
 # Ratios nearer to 1 are within the error.
@@ -64,15 +66,9 @@ def draw_ratios(trace: Trace, costs: Costs, classes: Sequence[str], path: Path) 
     _bars(left, found, first, second)
     _distribution(right, found, first, second)
     figure.text(0.0, -0.03, f"sources of the times: {sources(costs)}", fontsize=8)
-    _save(figure, path)
-
-
-def _save(figure: Any, path: Path) -> None:
-    try:
-        figure.savefig(path, dpi=150, bbox_inches="tight")
-    except OSError as error:
-        message = f"cannot be written: {error.strerror}"
-        raise TesseraError(message, "Choose another place.", str(path)) from error
+    picture = io.BytesIO()
+    figure.savefig(picture, format=path.suffix.lower()[1:], dpi=150, bbox_inches="tight")
+    write_whole(path, [picture.getvalue()])
 
 
 def _bars(axes: Any, found: dict[str, list[tuple[float, float]]], first: str, second: str) -> None:

@@ -44,5 +44,5 @@ def test_nothing_to_draw_gets_one_line(tmp_path: Path) -> None:
 def test_a_picture_that_cannot_be_written_gets_one_line(tmp_path: Path) -> None:
     """With its place."""
     pytest.importorskip("matplotlib")
-    with pytest.raises(TesseraError, match="cannot be written"):
+    with pytest.raises(TesseraError, match="cannot write"):
         draw_ratios(gemm_trace(8, 8, 8), costs((1.0, 2.0)), ["gemm"], tmp_path / "absent" / "r.png")
