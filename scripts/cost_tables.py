@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tessera.profile.counts import OpClass
-from tessera.profile.fitted import Array, Loads, plain_loads
+from tessera.profile.fitted import Array, Loads
 from tessera.profile.gpus import gpu
 
 SMALL_BYTES = 1 << 20  # below this the constant term decides, wherever the bytes come from
@@ -59,6 +59,18 @@ LLAMA_8B = {
 }
 
 
+def plain_loads(flops: Array, num_bytes: Array) -> Loads:
+    """Without a GEMM's shape, rows of attention or hits in the cache."""
+    zeros = np.zeros_like(num_bytes)
+    return Loads(flops, num_bytes, np.zeros((4, len(zeros))), zeros, zeros)
+
+
+def keep(loads: Loads, mask: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> Loads:
+    """The rows of the mask."""
+    gemm = loads.gemm[:, mask]
+    return Loads(loads.flops[mask], loads.num_bytes[mask], gemm, loads.rows[mask], loads.hit[mask])
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """Measurements of one GPU and class."""
@@ -80,7 +92,7 @@ class Table:
     def keep(self, mask: npt.NDArray[np.bool_]) -> "Table":
         """The rows where the mask is set."""
         group = [g for g, kept in zip(self.group, mask, strict=True) if kept]
-        return replace(self, loads=self.loads.keep(mask), us=self.us[mask], group=group)
+        return replace(self, loads=keep(self.loads, mask), us=self.us[mask], group=group)
 
 
 def read(folder: Path, name: str) -> dict[str, npt.NDArray[Any]]:

@@ -99,10 +99,6 @@ class Loads:
     rows: Array
     hit: Array
 
-    def keep(self, mask: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> "Loads":
-        gemm = self.gemm[:, mask]
-        return Loads(self.flops[mask], self.num_bytes[mask], gemm, self.rows[mask], self.hit[mask])
-
 
 @dataclass(frozen=True, slots=True)
 class Fit:
@@ -320,11 +316,6 @@ def model_of(work: Work, spec: Gpu) -> Model:
         model = model_for(spec.name, work.op, "f32")
         return model.wider(OTHER_DTYPE_ERROR, f"{spec.name} has no bf16 units")
     return model_for(spec.name, work.op, family)
-
-
-def plain_loads(flops: Array, num_bytes: Array) -> Loads:
-    zeros = np.zeros_like(num_bytes)
-    return Loads(flops, num_bytes, np.zeros((4, len(zeros))), zeros, zeros)
 
 
 def loads_of(works: Sequence[Work]) -> Loads:

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from scripts.cost_tables import plain_loads
 
-from tessera.profile.fitted import Loads, Params, Peaks, plain_loads, predict
+from tessera.profile.fitted import Loads, Params, Peaks, predict
 
 PEAKS = Peaks(tflops=100.0, gbps=1000.0, num_sms=100)
 PLAIN = Params(t0_us=2.0, ec=0.5, em=0.8, p=2.0)
