@@ -14,7 +14,7 @@ from tessera.cli.plan_model import TRACES, ModelPlanFigures, PlannedLoad, is_mod
 from tessera.cli.plan_text import PlanFigures, pictures, plan_figures, reasons_of
 from tessera.errors import MismatchError, TesseraError
 from tessera.ir import Cluster, Costs, Device, Plan, Trace, WorkUnit, load, save
-from tessera.plan import Constraint, PlanConfig, parse_constraint, search_config, solve
+from tessera.plan import PlanConfig, parse_constraint, search_config, solve
 from tessera.profile import cap_memory, gpu, parse_devices, wire
 from tessera.simulate import SteadyRates
 
@@ -129,7 +129,11 @@ def plan(
 
     if wanted.launches:
         raise TesseraError("needs a model's name, not traces", place="--launches")
-    given = wanted.objective, wanted.microbatches or NUM_MICROBATCHES, policy, _constraints(pin, forbid)
+    constraints = (
+        *(parse_constraint(word, True) for word in pin or ()),
+        *(parse_constraint(word, False) for word in forbid or ()),
+    )
+    given = wanted.objective, wanted.microbatches or NUM_MICROBATCHES, policy, constraints
     config = PlanConfig(*given, search=search_config(wanted.effort), memory_share=wanted.memory_share)
     made = _plan_traces(traces, _counts(counts), prices, config)
     path = output or Path(traces[-1]).with_suffix(".plan")
@@ -162,13 +166,6 @@ def _plan_traces(
         cluster, costs = prices.of(unit)
         advance("planning")
         return solve(unit, costs, cluster, config, SteadyRates(config.search.long_window))
-
-
-def _constraints(pins: list[str] | None, forbidden: list[str] | None) -> tuple[Constraint, ...]:
-    return (
-        *(parse_constraint(x, True) for x in pins or ()),
-        *(parse_constraint(x, False) for x in forbidden or ()),
-    )
 
 
 def _counts(text: str | None) -> tuple[int, ...] | None:
