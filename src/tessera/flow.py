@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -200,13 +200,10 @@ def batch_search(
     config: PlanConfig,
     advance: Callable[[str], None] = lambda text: None,
 ) -> BatchSearch:
-    units: dict[int, PricedUnit] = {}
-
+    @cache
     def unit_at(batch: int) -> PricedUnit:
         unit = recorded.at(batch)
-        if batch not in units or units[batch][0] != unit:
-            units[batch] = unit, price(unit, cluster)
-        return units[batch]
+        return unit, price(unit, cluster)
 
     simulate = partial(SteadyRates, config.search.long_window)
     return BatchSearch(unit_at, cluster, target, config, simulate, advance)

@@ -77,6 +77,12 @@ def contract(unit: ir.WorkUnit) -> tuple[tuple[Ints, ...], int]:
     return tuple(nodes[a:b] for a, b in pairwise(starts.tolist())), len(first)
 
 
+def first_launch(node_of: tuple[Ints, ...], node: int) -> tuple[int, int]:
+    """(step, launch)."""
+    step = next(s for s, members in enumerate(node_of) if (members == node).any())
+    return step, int(np.flatnonzero(node_of[step] == node)[0])
+
+
 def wires(cluster: ir.Cluster) -> tuple[Floats, Floats]:
     num = len(cluster.devices)
     us_per_byte, latency = np.zeros((num, num)), np.zeros((num, num))

@@ -68,8 +68,7 @@ class SearchConfig:
     # Also tried where memory is short.
     fewer_microbatches: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16)
 
-    # Device sets for cost and energy: bounded, solved, planned.
-    max_bounded: int = 4096
+    # Device sets for cost and energy: solved, planned.
     max_solved: int = 12
     max_planned_sets: int = 4
     worth: float = 0.85

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from tessera import ir
 from tessera.errors import PlanInfeasible, TesseraError, UnknownName
-from tessera.plan.arrays import Bools, Ints
+from tessera.plan.arrays import Bools, Ints, first_launch
 
 ATTENTION_KERNELS = ("scaled_dot_product", "attention", "flash_fwd")
 GEMM = re.compile(r"(^|[._])(mm|addmm|bmm|baddbmm|matmul|linear|gemm|gemv)([._]|$)|grouped_mm|scaled_mm")
@@ -113,8 +113,7 @@ def _check(
     if not len(stuck):
         return
     node = int(stuck[0])
-    step = next(s for s, members in enumerate(node_of) if (members == node).any())
-    launch = int(np.flatnonzero(node_of[step] == node)[0])
+    step, launch = first_launch(node_of, node)
     trace = unit.graphs[step].trace
     where = trace.launches[launch].scope or trace.step.kind
     against = f"contradicts {last[node]}" if node in last else "leaves no device"

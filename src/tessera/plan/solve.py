@@ -13,7 +13,6 @@ requests. Plans for parts of the cluster, copied to all devices (`side_by_side`)
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from tessera.plan.baselines import COARSE
 from tessera.plan.config import FULL, SearchConfig
 from tessera.plan.constraints import Constraint, check_constraints, compiled_launches
 from tessera.plan.host import FETCH, has_host, host_placements
-from tessera.plan.problem import Cells, Mix, Problem, build, mix_of, partitions, restricted
+from tessera.plan.problem import Cells, Mix, Problem, alike_devices, build, mix_of, partitions, restricted
 from tessera.plan.search import objectives
 from tessera.plan.search.judge import Judge
 from tessera.plan.search.planners import PLANNERS, planner_named
@@ -271,8 +270,9 @@ def _worthwhile(task: Task) -> list[objectives.Devices]:
     config, problem, objective = task.config, task.problem, task.objective
     solved: list[tuple[float, objectives.Devices]] = []
     best = 0.0
-    for devices in islice(objectives.subsets(problem, objective), config.max_bounded):
-        bound = objectives.bound(problem, objective, devices)
+    sets = objectives.sets_of(alike_devices(problem))
+    bounds = ((objectives.bound(problem, objective, devices), devices) for devices in sets)
+    for bound, devices in sorted(bounds, key=lambda x: -x[0]):
         if len(solved) >= config.max_solved or bound < config.worth * best:
             break
         part = restricted(problem, devices) if len(devices) < problem.num_devices else None

@@ -95,26 +95,15 @@ def _reads(graph: ir.Graph) -> Reads:
 def solve(problem: Problem, extra: Sequence[Column], allowed: Allowed, config: SearchConfig) -> Fastest:
     """`extra` are further starts."""
     clock = RequestTimer(problem)
-    known = [*_alone(problem), *(c.labels for c in extra)]
-    best, best_us, bound = _by_frontiers(problem, clock, known, allowed, config)
-    return Fastest(best, best_us, min(bound, best_us))
-
-
-def bound_us(problem: Problem, config: SearchConfig) -> float:
-    return _by_frontiers(problem, RequestTimer(problem), _alone(problem), lambda _: True, config)[2]
-
-
-def _by_frontiers(
-    problem: Problem, clock: RequestTimer, known: list[Labels], allowed: Allowed, config: SearchConfig
-) -> tuple[Labels, float, float]:
-    kept = [x for x in known if problem.is_allowed(x)]
+    known = [problem.alone(device).labels for device in range(problem.num_devices)]
+    known = [x for x in (*known, *(c.labels for c in extra)) if problem.is_allowed(x)]
     layouts = [layout_of(problem, step) for step in range(len(problem.node_of))]
     steps = [
-        best_of_step(layout, min((clock.step_us(layout.step, x) for x in kept), default=NEVER_US), config)
+        best_of_step(layout, min((clock.step_us(layout.step, x) for x in known), default=NEVER_US), config)
         for layout in layouts
     ]
     bound = sum(count * x.bound_us for count, x in zip(problem.unit.counts, steps, strict=True))
-    best, best_us = _fastest(clock, kept, allowed)
+    best, best_us = _fastest(clock, known, allowed)
     for price, sign in JOINED if len(steps) > 1 else JOINED[:1]:
         if best_us <= bound * (1 + config.met):
             break
@@ -122,7 +111,11 @@ def _by_frontiers(
         if labels is not None:
             better, better_us = _fastest(clock, [labels], allowed)
             best, best_us = (better, better_us) if better_us < best_us else (best, best_us)
-    return best, best_us, bound
+    return Fastest(best, best_us, min(bound, best_us))
+
+
+def bound_us(problem: Problem, config: SearchConfig) -> float:
+    return solve(problem, (), lambda _: True, config).bound_us
 
 
 def _fastest(clock: RequestTimer, among: Sequence[Labels], allowed: Allowed) -> tuple[Labels, float]:
@@ -131,10 +124,6 @@ def _fastest(clock: RequestTimer, among: Sequence[Labels], allowed: Allowed) -> 
     none = (np.inf, -1, np.zeros(0, dtype=np.int64))
     us, _, labels = min(timed, key=lambda x: x[:2], default=none)
     return labels, us
-
-
-def _alone(problem: Problem) -> list[Labels]:
-    return [problem.alone(device).labels for device in range(problem.num_devices)]
 
 
 def _home(problem: Problem, labels: Labels, at: tuple[int, int]) -> int:

@@ -17,7 +17,7 @@ from scipy.sparse import block_array, coo_array, eye_array, kron
 
 from tessera.errors import PlanInfeasible
 from tessera.ir import units
-from tessera.plan.arrays import Bools, Floats, Holdings, Ints, Labels
+from tessera.plan.arrays import Bools, Floats, Holdings, Ints, Labels, first_launch
 from tessera.plan.problem import Column, Problem
 
 # Relative gap below the error of costs; entries times nodes that end a search; entries of a program whose
@@ -136,40 +136,28 @@ def shortage(problem: Problem, found: Column, least_bytes: float) -> PlanInfeasi
 
 
 def check_total(problem: Problem) -> None:
-    error = _together(problem) or _node(problem)
-    if error is not None:
-        raise error
-
-
-def _together(problem: Problem) -> PlanInfeasible | None:
+    """All devices together hold the model, and the largest one holds what must be together."""
     weights, state = float(problem.weights.num_bytes.sum()), float(problem.states.num_bytes.sum())
     memory = float(problem.memory_bytes.sum())
     lacking = weights + state - memory
-    if lacking <= 0:
-        return None
-    need = f"weights take {units.size(weights)} and the state of one request {units.size(state)}"
-    message = f"the model does not fit: {need}; {_devices(problem)} {units.size(memory)}, {_lacks(lacking)}"
-    return PlanInfeasible(message, _remedy(lacking))
-
-
-def _node(problem: Problem) -> PlanInfeasible | None:
-    need = np.zeros(problem.num_nodes)
+    if lacking > 0:
+        need = f"weights take {units.size(weights)} and the state of one request {units.size(state)}"
+        has = f"{_devices(problem)} {units.size(memory)}, {_lacks(lacking)}"
+        raise PlanInfeasible(f"the model does not fit: {need}; {has}", _remedy(lacking))
+    each = np.zeros(problem.num_nodes)
     for held in (problem.weights, problem.states):
-        np.add.at(need, held.pin_node, held.num_bytes[held.pin_item])
-    node, largest = int(need.argmax()), int(problem.memory_bytes.argmax())
-    lacking = need[node] - problem.memory_bytes[largest]
-    if lacking <= 0:
-        return None
-    step = next(s for s, nodes in enumerate(problem.node_of) if (nodes == node).any())
-    launch = int(np.flatnonzero(problem.node_of[step] == node)[0])
-    trace = problem.unit.graphs[step].trace
-    what = f"launch {launch} of {trace.step.kind} ({trace.kernel_of(launch).name})"
-    room = units.size(problem.memory_bytes[largest])
-    message = (
-        f"{what} and what must be with it need {units.size(need[node])}; the largest device, "
-        f"{problem.cluster.names[largest]}, has {room}, {_lacks(lacking)}"
-    )
-    return PlanInfeasible(message, "Add a larger device, or lower the batch or the context.")
+        np.add.at(each, held.pin_node, held.num_bytes[held.pin_item])
+    node, largest = int(each.argmax()), int(problem.memory_bytes.argmax())
+    lacking = each[node] - problem.memory_bytes[largest]
+    if lacking > 0:
+        step, launch = first_launch(problem.node_of, node)
+        trace, room = problem.unit.graphs[step].trace, units.size(problem.memory_bytes[largest])
+        raise PlanInfeasible(
+            f"launch {launch} of {trace.step.kind} ({trace.kernel_of(launch).name}) and what must be with it "
+            f"need {units.size(each[node])}; the largest device, {problem.cluster.names[largest]}, has "
+            f"{room}, {_lacks(lacking)}",
+            "Add a larger device, or lower the batch or the context.",
+        )
 
 
 def _devices(problem: Problem) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from tessera import ir
 from tessera.errors import PlanInfeasible
 from tessera.plan.arrays import Floats
-from tessera.plan.problem import Mix, Problem, alike_devices, spread_us
+from tessera.plan.problem import Mix, Problem, spread_us
 
 # An assumption.
 IDLE_SHARE = 0.2
@@ -52,12 +52,6 @@ def figure(problem: Problem, objective: ir.Objective, mix: Mix, rate_per_s: floa
     if objective is ir.Objective.ENERGY:
         return 1.0 / joules(problem, mix, rate_per_s)
     return rate_per_s
-
-
-def subsets(problem: Problem, objective: ir.Objective) -> Iterator[Devices]:
-    """Best bound first; equal devices vary in number only."""
-    sets = sets_of(alike_devices(problem))
-    return iter(sorted(sets, key=lambda devices: -bound(problem, objective, devices)))
 
 
 def sets_of(kinds: Sequence[Sequence[int]]) -> Iterator[Devices]:
