@@ -18,7 +18,7 @@ from tessera.ir import (
     region,
 )
 from tessera.ir.trace import item_bytes
-from tessera.profile import Tables, parse_devices
+from tessera.profile import Tables, installed_tables, parse_devices
 from tessera.profile.estimate import modelled
 
 Shape = tuple[int, ...]
@@ -109,7 +109,8 @@ def unary_trace(name: str, elements: int, dtype: str = "float32") -> Trace:
 
 def estimate(trace: Trace, devices: tuple[Device, ...], tables: Tables | bool = True) -> Costs:
     """Modelled prices."""
-    columns = modelled(trace, (d.gpu for d in devices), tables)
+    found = installed_tables() if tables is True else tables or None
+    columns = modelled(trace, (d.gpu for d in devices), found)
     return Costs(trace.digest, devices, tuple(zip(*(columns[d.gpu] for d in devices), strict=True)))
 
 

@@ -14,7 +14,7 @@ from tessera.cli.output import HIDDEN, Record, option, progress, say, shown
 from tessera.errors import DeviceGone, TesseraError
 from tessera.ir import Cost, Costs, Device, Source, Trace, load, save
 from tessera.ir.units import duration
-from tessera.profile import notes, parse_devices, works
+from tessera.profile import installed_tables, notes, parse_devices, works
 from tessera.profile.measured import (
     Measured,
     Missed,
@@ -186,7 +186,7 @@ def _modelled_notes(trace: Trace, costs: Costs) -> tuple[str, ...]:
         for i, d in rows
         if d.gpu and any(r[i].source is not Source.MEASURED and r[i].us for r in costs.costs)
     ]
-    return notes(trace, tuple(modelled)) if modelled else ()
+    return notes(trace, tuple(modelled), installed_tables()) if modelled else ()
 
 
 def _sources(costs: Costs) -> str:

@@ -16,22 +16,19 @@ from tessera.profile.cpus import CPUS, price_on_cpu
 from tessera.profile.fitted import family_of, model_of, price_many
 from tessera.profile.gpus import gpu
 from tessera.profile.table_files import SYSTEMS
-from tessera.profile.tables import Tables, installed_tables, missing_note
+from tessera.profile.tables import Tables, missing_note
 
 # Torch picks other kernels for tensors not aligned to this.
 ALIGN = 16
 FAMILY_WORDS = {"any": "", "f16": " in 16 bits", "f32": " in fp32", "f64": " in fp64", "f8": " in 8 bits"}
 
 
-def modelled(
-    trace: Trace, gpu_names: Iterable[str], tables: Tables | bool = True
-) -> dict[str, tuple[Cost, ...]]:
-    """`tables`: True for installed tables, or those of another folder."""
+def modelled(trace: Trace, gpu_names: Iterable[str], tables: Tables | None) -> dict[str, tuple[Cost, ...]]:
     counted = works(trace)
     distinct = list(dict.fromkeys(counted))
     columns = {}
     for name in dict.fromkeys(gpu_names):
-        priced = dict(zip(distinct, price_works(distinct, name, _resolved(tables)), strict=True))
+        priced = dict(zip(distinct, price_works(distinct, name, tables), strict=True))
         columns[name] = tuple(priced[work] for work in counted)
     return columns
 
@@ -51,12 +48,6 @@ def price_works(
         if layer is not None:
             costs = [layer.apply(work, cost, spec) for work, cost in zip(works, costs, strict=True)]
     return costs
-
-
-def _resolved(tables: Tables | bool) -> Tables | None:
-    if isinstance(tables, Tables):
-        return tables
-    return installed_tables() if tables else None
 
 
 def works(trace: Trace) -> tuple[Work, ...]:
@@ -91,7 +82,7 @@ def signature(launch: Launch, cold: Set[int] = frozenset()) -> tuple[Any, ...]:
     return tuple(map(words, launch.args)), named, made, launch.grid, launch.block
 
 
-def notes(trace: Trace, devices: tuple[Device, ...], tables: Tables | bool = True) -> tuple[str, ...]:
+def notes(trace: Trace, devices: tuple[Device, ...], tables: Tables | None) -> tuple[str, ...]:
     counted = works(trace)
     said = []
     unknown = {trace.kernel_of(i).name for i, work in enumerate(counted) if work.op is OpClass.OTHER}
@@ -103,15 +94,15 @@ def notes(trace: Trace, devices: tuple[Device, ...], tables: Tables | bool = Tru
         more = f" and {len(empty) - 8} more" if len(empty) > 8 else ""
         said.append(f"zero-size launches, priced at the floor of their class: {named}{more}")
     names = tuple(dict.fromkeys(d.gpu for d in devices))
-    distinct, found = list(dict.fromkeys(counted)), _resolved(tables)
+    distinct = list(dict.fromkeys(counted))
     for name in names:
         if name in CPUS:
             said.append(f"{name} is modelled by its data sheet ({CPUS[name].source})")
             continue
-        guessed = _guessed(name, distinct, found)
+        guessed = _guessed(name, distinct, tables)
         if guessed:
             said.append(f"{name}: no measurements of {', '.join(guessed)}; the class model is used")
-    return (*said, *_about_tables(names, distinct, found, asked=tables is not False))
+    return (*said, *_about_tables(names, distinct, tables))
 
 
 def _guessed(name: str, distinct: list[Work], tables: Tables | None) -> list[str]:
@@ -123,12 +114,10 @@ def _guessed(name: str, distinct: list[Work], tables: Tables | None) -> list[str
     return [f"{words} (±{error:.0%})" for words, error in sorted(worst.items())]
 
 
-def _about_tables(
-    names: tuple[str, ...], distinct: list[Work], tables: Tables | None, asked: bool
-) -> list[str]:
+def _about_tables(names: tuple[str, ...], distinct: list[Work], tables: Tables | None) -> list[str]:
     if tables is None:
         covered = [name for name in names if name in SYSTEMS]
-        return [f"{', '.join(covered)}: {missing_note()}"] if asked and covered else []
+        return [f"{', '.join(covered)}: {missing_note()}"] if covered else []
     if tables.trouble:
         return [f"public tables cannot be read: {tables.trouble}"]
     return [

@@ -25,6 +25,7 @@ from tessera.profile.counts import OpClass, class_of, is_zero_size, work_of
 from tessera.profile.estimate import modelled, signature, works
 from tessera.profile.gpus import gpu
 from tessera.profile.store import Enough, Machine, Store, Timing, timing, until
+from tessera.profile.tables import installed_tables
 
 # Plausible ratios of step to sum.
 MIN_SCALE, MAX_SCALE = 0.5, 2.0
@@ -305,7 +306,7 @@ def combine(
 ) -> tuple[Costs, dict[str, Reconciled]]:
     columns: list[tuple[Cost, ...]] = []
     reconciled: dict[str, Reconciled] = {}
-    by_gpu = modelled(trace, (d.gpu for d in devices if d.gpu))
+    by_gpu = modelled(trace, (d.gpu for d in devices if d.gpu), installed_tables())
     for device in devices:
         measured = found.get(device.name)
         if measured is None:
@@ -334,7 +335,7 @@ def _partial(costs: tuple[Cost, ...], device: Device) -> tuple[Cost, ...]:
 
 
 def _by_ratio(trace: Trace, measured: Measured) -> tuple[Cost, ...]:
-    yardstick = modelled(trace, [YARDSTICK])[YARDSTICK]
+    yardstick = modelled(trace, [YARDSTICK], installed_tables())[YARDSTICK]
     classes = [work.op for work in works(trace)]
     ratios: dict[OpClass | None, list[float]] = {None: []}
     for op, timed, cost in zip(classes, measured.timings, yardstick, strict=True):

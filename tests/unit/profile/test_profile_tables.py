@@ -12,6 +12,7 @@ from tables_factory import GEMM_SIZES, Factor, made_tables, write_table
 from tessera.ir import Cost, Source, Trace
 from tessera.profile import OpClass, Tables, coverage, notes, rejected_tables, works
 from tessera.profile.fitted import Array, price_many
+from tessera.profile.measured import combine
 from tessera.profile.table_files import TableCache, TableFile, Unusable, installed_root, read_rows
 from tessera.profile.tables import installed_tables
 
@@ -286,13 +287,12 @@ def test_without_the_package_prices_are_modelled_and_the_reader_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The line that installs the extra is a note, never an error."""
-    # The package hides this module behind the function of the same name.
-    monkeypatch.setattr(sys.modules["tessera.profile.estimate"], "installed_tables", lambda: None)
+    monkeypatch.setattr("tessera.profile.measured.installed_tables", lambda: None)
     trace = gemm_trace(256, 4096, 4096)
 
-    assert Source.FITTED is first(trace, tables=True).source
-    assert any('pip install "tessera-gpu[tables]"' in line for line in notes(trace, emulated("a100")))
-    assert () == notes(trace, emulated("a100"), tables=False)
+    assert Source.FITTED is combine(trace, emulated("a100"), {})[0].costs[0][0].source
+    assert any('pip install "tessera-gpu[tables]"' in line for line in notes(trace, emulated("a100"), None))
+    assert not any("pip install" in line for line in notes(trace, emulated("h20"), None))
 
 
 def test_without_the_reader_prices_are_modelled_and_the_reader_is_told(
