@@ -61,19 +61,15 @@ def gpus(name: Annotated[str | None, typer.Argument(help="One GPU, in full.")] =
     return GpuCard(
         specs=one,
         borrowed_from=tuple(profile.borrowed(name)),
-        sources=_sources(name, tables),
+        sources=profile.best_sources(name, tables),
         coverage=profile.coverage(name, tables),
         rejected_tables=dict(profile.rejected_tables(name, tables)),
         notes=(profile.missing_note(),) if tables is None and name in profile.SYSTEMS else (),
     )
 
 
-def _sources(name: str, tables: profile.Tables | None) -> dict[str, Source]:
-    return {op.value: source for op, source in profile.best_sources(name, tables).items()}
-
-
 def _line(g: profile.Gpu, tables: profile.Tables | None) -> GpuLine:
-    sources = _sources(g.name, tables)
+    sources = profile.best_sources(g.name, tables)
     counts = [list(sources.values()).count(kind) for kind in (Source.TABLE, Source.FITTED, Source.CLASS)]
     return GpuLine.of(
         g,

@@ -249,6 +249,10 @@ class Launch:
         args = (*self.args, *(value for _, value in self.kwargs))
         return [view for arg in args for view in arg_views(arg)]
 
+    def regions(self, reading: bool) -> set[tuple[int, Region]]:
+        """(buffer, region) that it reads, else those that it writes."""
+        return {(a.buffer, a.region) for a in self.accesses if a.atomic or (a.read if reading else a.write)}
+
     @property
     def views(self) -> list["View"]:
         return [*self.given, *(view for view in self.outputs if view is not None)]

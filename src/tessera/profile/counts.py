@@ -176,14 +176,13 @@ def _visited(kernel: Kernel, launch: Launch) -> int | None:
 
 
 def _touched(launch: Launch, visited: int | None = None) -> int:
-    reads = {(a.buffer, a.region) for a in launch.accesses if a.read or a.atomic}
-    writes = {(a.buffer, a.region) for a in launch.accesses if a.write or a.atomic}
+    touched = [*launch.regions(reading=True), *launch.regions(reading=False)]
     if visited is None:
-        return sum(r.num_bytes for _, r in reads) + sum(r.num_bytes for _, r in writes)
+        return sum(region.num_bytes for _, region in touched)
     items: dict[int, int] = {}
     for view in (*_inputs(launch), *_outputs(launch)):
         items[view.buffer] = max(items.get(view.buffer, 1), item_bytes(view.dtype))
-    return sum(min(r.num_bytes, visited * items.get(b, 16)) for b, r in (*reads, *writes))
+    return sum(min(r.num_bytes, visited * items.get(b, 16)) for b, r in touched)
 
 
 def _seen(launch: Launch, views: tuple[View, ...]) -> int:

@@ -79,15 +79,15 @@ def borrowed(gpu_name: str) -> tuple[str, ...]:
     return model_for(gpu_name, OpClass.GEMM, family_of(OpClass.GEMM, "bfloat16")).lenders
 
 
-def best_sources(gpu_name: str, tables: Tables | None = None) -> dict[OpClass, Source]:
+def best_sources(gpu_name: str, tables: Tables | None = None) -> dict[str, Source]:
     """Sources at 16 bits."""
-    best: dict[OpClass, Source] = {}
+    best: dict[str, Source] = {}
     for op in OpClass:
         if op is OpClass.ALLOCATION:
             continue
         has_table = tables is not None and bool(files_of(tables.root, gpu_name, op))
         modelled = model_for(gpu_name, op, family_of(op, "bfloat16")).source
-        best[op] = Source.TABLE if has_table else modelled
+        best[op.value] = Source.TABLE if has_table else modelled
     return best
 
 

@@ -274,9 +274,7 @@ def _recent(history: deque[tuple[float, int]], since: float) -> int:
 
 def _bytes(launch: Launch, reading: bool) -> dict[int, int]:
     sizes: dict[int, int] = defaultdict(int)
-    for buffer, region in {
-        (a.buffer, a.region) for a in launch.accesses if a.atomic or (a.read if reading else a.write)
-    }:
+    for buffer, region in launch.regions(reading):
         sizes[buffer] += region.num_bytes
     return sizes
 
