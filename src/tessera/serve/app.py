@@ -173,12 +173,11 @@ class BodyEndpoint:
         elif isinstance(draft, ImageDraft):
             document = await answer_image(endpoint, draft)
         else:
-            batch = await make_asks(draft, endpoint, client)
-            writer = Writer(endpoint.card, batch)
+            writer = Writer(endpoint.card, draft, await make_asks(draft, endpoint, client))
             if draft.request.stream:
-                await stream(endpoint.service, batch, writer, send)
+                await stream(endpoint.service, writer, send)
                 return
-            document = await answer_whole(endpoint.service, batch, writer)
+            document = await answer_whole(endpoint.service, writer)
         await send_document(document, send)
 
 

@@ -35,8 +35,10 @@ COMPLETION_TOKENS = 16
 MAX_NOTED = 2**19
 UNKNOWN = "\ufffd"
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-SAMPLED = (*DEFAULTED, "seed", "presence_penalty", "frequency_penalty")
+SAMPLED = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+    *("seed", "presence_penalty", "frequency_penalty"),
+)
 # Fields of generation_config.json that change what `generate` gives, and values without effect.
 UNUSED = (
     *("bad_words_ids", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
@@ -151,9 +153,13 @@ def _tokens(given: str | list[int], card: ModelCard, field: str) -> tuple[int, .
         if not found:
             raise bodies.invalid(field, "the prompt has no token")
         return found
-    if (wrong := max(given)) >= card.vocab_size:
-        raise bodies.invalid(field, f"token {wrong} is not below the vocabulary size {card.vocab_size}")
+    _check_ids(given, card, field)
     return tuple(given[: card.capacity + 1])
+
+
+def _check_ids(tokens: Sequence[int], card: ModelCard, field: str) -> None:
+    if (wrong := max(tokens, default=0)) >= card.vocab_size:
+        raise bodies.invalid(field, f"token {wrong} is not below the vocabulary size {card.vocab_size}")
 
 
 def read_embedding(raw: bytes, card: ModelCard) -> EmbeddingDraft:
@@ -213,8 +219,7 @@ def tokenize(raw: bytes, card: ModelCard) -> bytes:
 
 def detokenize(raw: bytes, card: ModelCard) -> bytes:
     request = bodies.parse(bodies.DetokenizeRequest, raw, card.names)
-    if request.tokens and (wrong := max(request.tokens)) >= card.vocab_size:
-        raise bodies.invalid("tokens", f"token {wrong} is not below the vocabulary size {card.vocab_size}")
+    _check_ids(request.tokens, card, "tokens")
     return msgspec.json.encode({"prompt": card.text.decode(request.tokens)})
 
 
@@ -294,15 +299,12 @@ def _part(part: bodies.MessagePart, mark: str, urls: list[str], number: int) -> 
 def _sampling(
     request: bodies.ChatRequest | bodies.CompletionRequest, card: ModelCard, logprobs: int | None
 ) -> Sampling:
-    given = _set_fields(card.defaults, DEFAULTED) | _set_fields(request, SAMPLED)
+    named = ((name, getattr(body, name, None)) for body in (card.defaults, request) for name in SAMPLED)
+    given: dict[str, Any] = {name: value for name, value in named if value is not None}
     bias = {int(token): bias for token, bias in (request.logit_bias or {}).items()}
     bias |= {x: -math.inf for x in card.defaults.suppress_tokens or () if x < card.vocab_size}
     top_k = max(0, int(given.pop("top_k", 0)))
     return Sampling(top_k=top_k, logprobs=logprobs, logit_bias=tuple(bias.items()), **given)
-
-
-def _set_fields(body: bodies.SampledFields, names: Sequence[str]) -> dict[str, Any]:
-    return {name: value for name in names if (value := getattr(body, name)) is not None}
 
 
 def folder_defaults(folder: str, are_read: bool = True) -> bodies.FolderFields:
@@ -320,21 +322,7 @@ def folder_defaults(folder: str, are_read: bool = True) -> bodies.FolderFields:
         raise ArtifactError(str(error), remedy, str(path)) from None
 
 
-@dataclass(frozen=True, slots=True)
-class AskBatch:
-    asks: tuple[Ask, ...]
-    draft: Draft
-
-    @property
-    def prompts(self) -> tuple[Ask, ...]:
-        return self.asks[:: self.draft.n]
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(len(ask.prompt) for ask in self.prompts)
-
-
-async def make_asks(draft: Draft, endpoint: Endpoint, client: str) -> AskBatch:
+async def make_asks(draft: Draft, endpoint: Endpoint, client: str) -> tuple[Ask, ...]:
     prompts, pictures = draft.prompts, tuple[PromptPicture, ...]()
     if draft.urls:
         prompt, pictures = await _seen(draft, endpoint)
@@ -352,12 +340,11 @@ async def make_asks(draft: Draft, endpoint: Endpoint, client: str) -> AskBatch:
     ends = (stops, tuple(request.stop_token_ids or ()), bool(request.ignore_eos), request.min_tokens or 0)
     is_new = isinstance(request, bodies.ChatRequest) and not request.continue_final_message
     rest = endpoint.card.names.index(request.model) if request.model else 0, not is_new
-    asks = [
+    return tuple(
         Ask(prompt, most, sampling, *ends, client, pictures, grammar, None if choice else notes, *rest)
         for prompt in prompts
         for choice, sampling in enumerate(samplings)
-    ]
-    return AskBatch(tuple(asks), draft)
+    )
 
 
 async def _seen(draft: Draft, endpoint: Endpoint) -> tuple[tuple[int, ...], tuple[PromptPicture, ...]]:
@@ -383,8 +370,7 @@ def _prompt_logprobs(draft: Draft, prompts: Sequence[Sequence[int]]) -> int | No
     num = sum(map(len, prompts)) * (1 + max(listed))
     if num > MAX_NOTED:
         field = "logprobs" if draft.request.prompt_logprobs is None else "prompt_logprobs"
-        message = f"{field}: at most {MAX_NOTED:,} prompt logprobs per request, got {num:,}"
-        raise ApiError(400, message, field, "invalid_value")
+        raise bodies.invalid(field, f"at most {MAX_NOTED:,} prompt logprobs per request, got {num:,}")
     return max(listed)
 
 
@@ -395,8 +381,7 @@ def _max_tokens(draft: Draft, endpoint: Endpoint, prompts: Sequence[Sequence[int
         room = max(1, endpoint.card.capacity - longest)  # 0 left: the prompt is refused below
         most = room if draft.is_chat else min(COMPLETION_TOKENS, room)
     if (least := draft.request.min_tokens or 0) > most:
-        message = f"min_tokens: must be at most max_tokens ({most}), got {least}"
-        raise ApiError(400, message, "min_tokens", "invalid_value")
+        raise bodies.invalid("min_tokens", f"must be at most max_tokens ({most}), got {least}")
     if longest + most <= endpoint.card.capacity:
         return most
     has = f"more than {endpoint.card.capacity}" if longest > endpoint.card.capacity else str(longest)

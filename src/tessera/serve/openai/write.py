@@ -10,7 +10,7 @@ import secrets
 import time
 from base64 import b64encode
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from tessera import __version__
 from tessera.errors import TesseraError
 from tessera.serve.answer import AnswerService
 from tessera.serve.openai.errors import ApiError, api_error
-from tessera.serve.openai.read import AskBatch, EmbeddingDraft, Endpoint, ModelCard
+from tessera.serve.openai.read import Draft, EmbeddingDraft, Endpoint, ModelCard
 from tessera.serve.openai.tools import FoundCalls, OutputPart
 from tessera.serve.records import AnswerPiece, Ask, Event, Finish, ImageDraft, Token
 from tessera.serve.single_device import SingleDeviceService, cut
@@ -49,35 +49,43 @@ def _encoded(part: Any) -> msgspec.Raw:
 
 
 class Writer:
-    def __init__(self, card: ModelCard, batch: AskBatch) -> None:
-        self._text, self._batch, self._draft = card.text, batch, batch.draft
-        self._num_top = batch.asks[0].sampling.logprobs
-        is_chat = self._draft.is_chat
+    def __init__(self, card: ModelCard, draft: Draft, asks: Sequence[Ask]) -> None:
+        self.draft, self.asks = draft, asks
+        self._text, self._prompts = card.text, [ask.prompt for ask in asks[:: draft.n]]
+        self._num_top = asks[0].sampling.logprobs
+        asked = (self._num_top, asks[0].prompt_logprobs)
+        self._num_listed = max(0 if number is None else 1 + number for number in asked)
+        is_chat = self.draft.is_chat
         prefix, kind = ("chatcmpl", "chat.completion") if is_chat else ("cmpl", "text_completion")
         self._head: Document = {
             "id": f"{prefix}-{secrets.token_hex(12)}",
-            "object": f"{kind}.chunk" if is_chat and self._draft.request.stream else kind,
+            "object": f"{kind}.chunk" if is_chat and self.draft.request.stream else kind,
             "created": int(time.time()),
-            "model": self._draft.request.model or card.model,
+            "model": self.draft.request.model or card.model,
             "system_fingerprint": FINGERPRINT,
         }
         # By choice: around the text of a chunk that has nothing else to say.
         self._frames: dict[int, tuple[bytes, bytes, bytes]] = {}
         # By choice, in characters.
         self._offsets: Counter[int] = Counter()
-        self._readers = [FoundCalls(self._draft.tools) for _ in batch.asks] if self._draft.tools else []
+        self._readers = [FoundCalls(self.draft.tools) for _ in asks] if self.draft.tools else []
+
+    async def encoded(self, num_tokens: int, make: Callable[..., bytes], *given: Any) -> bytes:
+        """In a thread where there are many logprobs."""
+        is_few = num_tokens * self._num_listed < FEW_LOGPROBS
+        return make(*given) if is_few else await asyncio.to_thread(make, *given)
 
     def whole(self, answers: Sequence[Sequence[Event]]) -> bytes:
         finishes = [event for events in answers for event in events if isinstance(event, Finish)]
-        firsts = zip(self._batch.prompts, finishes[:: self._draft.n], strict=True)
+        firsts = zip(self._prompts, finishes[:: self.draft.n], strict=True)
         # A prompt's first token has no logprob.
-        noted = [[Token(ask.prompt[0]), *finish.prompt] for ask, finish in firsts]
+        noted = [[Token(prompt[0]), *finish.prompt] for prompt, finish in firsts]
         choices = [
-            self._whole_choice(index, events, finishes[index], noted[index // self._draft.n])
+            self._whole_choice(index, events, finishes[index], noted[index // self.draft.n])
             for index, events in enumerate(answers)
         ]
         num = 0 if self._says_nothing else sum(finish.output_tokens for finish in finishes)
-        shared = self._prompt_notes(noted[0]) if self._draft.is_chat else {}
+        shared = self._prompt_notes(noted[0]) if self.draft.is_chat else {}
         return _encode({**self._head, "choices": choices, "usage": self._usage(num), **shared})
 
     def _whole_choice(
@@ -85,21 +93,21 @@ class Writer:
     ) -> Document:
         pieces = [] if self._says_nothing else [x for x in events if isinstance(x, AnswerPiece)]
         text, tokens = "".join(x.text for x in pieces), [token for x in pieces for token in x.tokens]
-        if self._draft.is_chat:
+        if self.draft.is_chat:
             shown = {"message": self._message(index, text)}
             return self._choice(index, shown, tokens, self._reason(index, finish.reason))
-        echo = self._draft.echoes[index] if self._draft.echoes else ""
-        given = [*prompt, *tokens] if self._draft.echoes_logprobs else tokens
+        echo = self.draft.echoes[index] if self.draft.echoes else ""
+        given = [*prompt, *tokens] if self.draft.echoes_logprobs else tokens
         reason = "length" if self._says_nothing else finish.reason
         return self._choice(index, {"text": echo + text}, given, reason) | self._prompt_notes(prompt)
 
     @property
     def _says_nothing(self) -> bool:
         """True if only the prompt is wanted; the engine still generates one token."""
-        return self._draft.request.max_tokens == 0
+        return self.draft.request.max_tokens == 0
 
     def _prompt_notes(self, prompt: Sequence[Token]) -> Document:
-        most = self._draft.request.prompt_logprobs
+        most = self.draft.request.prompt_logprobs
         if most is None:
             return {}
         noted: list[msgspec.Raw | None] = [None]
@@ -135,9 +143,9 @@ class Writer:
         return "tool_calls" if has_calls and reason == "stop" else reason
 
     def begin(self, index: int) -> bytes:
-        if self._draft.is_chat:
+        if self.draft.is_chat:
             return self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
-        return self._chunk(index, {"text": self._draft.echoes[index]}) if self._draft.echoes else b""
+        return self._chunk(index, {"text": self.draft.echoes[index]}) if self.draft.echoes else b""
 
     def piece(self, index: int, piece: AnswerPiece) -> bytes:
         if self._num_top is not None or self._readers:
@@ -156,7 +164,7 @@ class Writer:
         return b"".join(self._chunk(index, x, () if i else tokens) for i, x in enumerate(shown))
 
     def _delta(self, part: OutputPart) -> Document:
-        if not self._draft.is_chat:
+        if not self.draft.is_chat:
             return {"text": part.text}
         if part.call is None:
             return {"delta": {"content": part.text}}
@@ -165,7 +173,7 @@ class Writer:
 
     def end(self, index: int, reason: str) -> bytes:
         rest = self._chunks(index, self._readers[index].finish(), ()) if self._readers else b""
-        shown: Document = {"delta": {}} if self._draft.is_chat else {"text": ""}
+        shown: Document = {"delta": {}} if self.draft.is_chat else {"text": ""}
         return rest + self._chunk(index, shown, None, self._reason(index, reason))
 
     def usage_chunk(self, output_tokens: int) -> bytes:
@@ -175,18 +183,18 @@ class Writer:
         self, index: int, shown: Document, tokens: Sequence[Token] | None = None, reason: str | None = None
     ) -> bytes:
         chunk = {**self._head, "choices": [self._choice(index, shown, tokens, reason)]}
-        return _event(chunk | {"usage": None} if self._draft.request.includes_usage else chunk)
+        return _event(chunk | {"usage": None} if self.draft.request.includes_usage else chunk)
 
     def _choice(
         self, index: int, shown: Document, tokens: Sequence[Token] | None, reason: str | None
     ) -> Document:
         logprobs = None
         if self._num_top is not None and tokens is not None:
-            logprobs = self._chat_logprobs(tokens) if self._draft.is_chat else self._logprobs(index, tokens)
+            logprobs = self._chat_logprobs(tokens) if self.draft.is_chat else self._logprobs(index, tokens)
         return {"index": index, **shown, "logprobs": logprobs, "finish_reason": reason}
 
     def _usage(self, output_tokens: int) -> dict[str, int]:
-        prompt = self._batch.prompt_tokens
+        prompt = sum(map(len, self._prompts))
         total = prompt + output_tokens
         return {"prompt_tokens": prompt, "completion_tokens": output_tokens, "total_tokens": total}
 
@@ -229,20 +237,14 @@ def _call(name: str, arguments: str) -> Document:
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
-async def answer_whole(service: AnswerService, batch: AskBatch, writer: Writer) -> bytes:
-    answers: list[list[Event]] = [[] for _ in batch.asks]
-    async with aclosing(_events(service, batch.asks)) as events:
+async def answer_whole(service: AnswerService, writer: Writer) -> bytes:
+    answers: list[list[Event]] = [[] for _ in writer.asks]
+    async with aclosing(_events(service, writer.asks)) as events:
         async for index, event in events:
             answers[index].append(event)
     finishes = [event for events in answers for event in events if isinstance(event, Finish)]
     num = sum(finish.output_tokens + len(finish.prompt) for finish in finishes)
-    is_few = num * _num_listed(batch) < FEW_LOGPROBS
-    return writer.whole(answers) if is_few else await asyncio.to_thread(writer.whole, answers)
-
-
-def _num_listed(batch: AskBatch) -> int:
-    asked = (batch.asks[0].sampling.logprobs, batch.asks[0].prompt_logprobs)
-    return max(0 if number is None else 1 + number for number in asked)
+    return await writer.encoded(num, writer.whole, answers)
 
 
 async def answer_embedding(endpoint: Endpoint, draft: EmbeddingDraft) -> bytes:
@@ -279,18 +281,17 @@ async def send_document(document: bytes, send: Any) -> None:
         await asyncio.sleep(0)
 
 
-async def stream(service: AnswerService, batch: AskBatch, writer: Writer, send: Any) -> None:
+async def stream(service: AnswerService, writer: Writer, send: Any) -> None:
     """`ApiError` only before the head."""
 
     async def body(data: bytes, is_last: bool = False) -> None:
         """`server` disconnects slow readers."""
         await send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
-    num_listed = _num_listed(batch)
-    async with aclosing(_events(service, batch.asks)) as events:
+    async with aclosing(_events(service, writer.asks)) as events:
         first = await anext(events, None)
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
-        out = b"".join(writer.begin(index) for index in range(len(batch.asks)))
+        out = b"".join(writer.begin(index) for index in range(len(writer.asks)))
         output_tokens = 0
         try:
             while first is not None:
@@ -299,10 +300,7 @@ async def stream(service: AnswerService, batch: AskBatch, writer: Writer, send: 
                     out += writer.end(index, event.reason)
                     output_tokens += event.output_tokens
                 else:
-                    if len(event.tokens) * num_listed < FEW_LOGPROBS:
-                        out += writer.piece(index, event)
-                    else:
-                        out += await asyncio.to_thread(writer.piece, index, event)
+                    out += await writer.encoded(len(event.tokens), writer.piece, index, event)
                     if out:
                         await body(out)
                         out = b""
@@ -310,7 +308,7 @@ async def stream(service: AnswerService, batch: AskBatch, writer: Writer, send: 
         except (ApiError, TesseraError) as error:
             out += _event(api_error(error).document)
         else:
-            out += writer.usage_chunk(output_tokens) if batch.draft.request.includes_usage else b""
+            out += writer.usage_chunk(output_tokens) if writer.draft.request.includes_usage else b""
     await body(out + DONE, is_last=True)
 
 
