@@ -315,7 +315,7 @@ def _note_prompt(batch: SequenceBatch, done: StepDone, row: int, request: Active
     """False if the answer's next token is due."""
     if not request.wants_prompt:
         return False
-    at = batch.num_read(request)
+    at = batch.by_request[request].read
     if at == len(request.prompt_notes) + 1:
         logprobs, top = (done.outputs[name][row].tolist() for name in ("logprobs", "top_tokens"))
         token = noted(request.ask.prompt[at], logprobs, top, request.ask.prompt_logprobs)

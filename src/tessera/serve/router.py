@@ -386,7 +386,7 @@ class Router(Scheduler[ActiveRequest]):
         if position is None:
             return
         tables, read = position
-        is_read = read == batch.stop_of(request)
+        is_read = read == batch.by_request[request].stop
         has_row = is_read and not self._shape.is_paged
         if has_row and transit.in_flight:
             return
@@ -419,7 +419,7 @@ class Router(Scheduler[ActiveRequest]):
             transit.in_flight += 1
             ends = (transit.source.number, transit.destination.number)
             transit.is_row_sent = has_row
-            rows = None if row is None else (batch.row_of(request), row)
+            rows = None if row is None else (batch.by_request[request].row, row)
             self._moves[number] = PagesInFlight(transit, ends, batch.pool, sent, row)
             self.stepper.move(PageMove(number, *ends, sent, tuple(other for _, other in pairs), rows))
         elif is_read and not transit.in_flight:

@@ -89,7 +89,7 @@ class SequenceBatch:
         # With pages, and waiting; in arrival order.
         self._begun: list[SeatedSequence] = []
         self._aside: list[SeatedSequence] = []
-        self._by_request: dict[ActiveRequest, SeatedSequence] = {}
+        self.by_request: dict[ActiveRequest, SeatedSequence] = {}
         self._guides: dict[ActiveRequest, Guide] = {}
         self._num_turns = 0
         self._unused_rows = list(range(shape.rows))
@@ -107,11 +107,11 @@ class SequenceBatch:
 
     @property
     def num_used(self) -> int:
-        return len(self._by_request)
+        return len(self.by_request)
 
     @property
     def num_free(self) -> int:
-        return self._shape.rows - len(self._by_request) - self.num_coming
+        return self._shape.rows - len(self.by_request) - self.num_coming
 
     @property
     def is_reading(self) -> bool:
@@ -137,7 +137,7 @@ class SequenceBatch:
         return self._is_shared or self.pool.num_kept > 0
 
     def requests(self) -> list[ActiveRequest]:
-        return list(self._by_request)
+        return list(self.by_request)
 
     def state(self) -> None: ...
 
@@ -153,7 +153,7 @@ class SequenceBatch:
         row = heappop(self._unused_rows) if row is None else row
         sequence = SeatedSequence(request, self._num_turns, row, seen, self._can_give)
         self._num_turns += 1
-        self._by_request[request] = sequence
+        self.by_request[request] = sequence
         if request.pick.guide is not None:
             self._guides[request] = request.pick.guide
         self._count_work(sequence, len(sequence.tokens), max(1, request.predicted - request.num_out))
@@ -170,9 +170,6 @@ class SequenceBatch:
     def cancel(self, num_pages: int) -> None:
         self.num_coming -= 1
         self._num_entries -= num_pages
-
-    def row_of(self, request: ActiveRequest) -> int:
-        return self._by_request[request].row
 
     def take_row(self) -> int | None:
         """None: a running step writes all that are unused."""
@@ -203,27 +200,19 @@ class SequenceBatch:
 
     def depart(self, request: ActiveRequest) -> Tables:
         """No step may read it; its pages are the caller's."""
-        sequence = self._by_request.pop(request)
-        self._guides.pop(request, None)
-        self._count_work(sequence, 0, 0)
-        request.batch = None
-        self._evicted.discard(sequence)
-        self.give_row(sequence.row)
-        self._begun.remove(sequence)
-        self._num_entries -= sequence.num_pages
-        return sequence.pages
+        pages = self.by_request[request].pages
+        self.pool.share(listed(pages))
+        self.leave(request)
+        return pages
 
     def hold(self, request: ActiveRequest, is_held: bool = True) -> None:
-        sequence = self._by_request[request]
+        sequence = self.by_request[request]
         sequence.stop = sequence.read if is_held else None
         self._evicted.discard(sequence)
 
-    def stop_of(self, request: ActiveRequest) -> int | None:
-        return self._by_request[request].stop
-
     def position(self, request: ActiveRequest) -> tuple[Tables, int] | None:
         """Page tables, and tokens read by ended steps."""
-        sequence = self._by_request.get(request)
+        sequence = self.by_request.get(request)
         if sequence is None or not sequence.is_begun:
             return None
         running = sum(p.num_tokens for step in self._started for p in step.parts if p.sequence is sequence)
@@ -242,7 +231,7 @@ class SequenceBatch:
 
     def leave(self, request: ActiveRequest) -> None:
         request.batch = None
-        sequence = self._by_request.pop(request, None)
+        sequence = self.by_request.pop(request, None)
         self._guides.pop(request, None)
         if sequence is None:
             return
@@ -267,7 +256,7 @@ class SequenceBatch:
                 if sequence.read >= sequence.passes_at:
                     self._pass_by(sequence)
         if self._guides:
-            seated = self._by_request
+            seated = self.by_request
             waiting = (guide for request, guide in self._guides.items() if not seated[request].num_running)
             prepare_masks(waiting, self._config.on_masks, PATIENCE_S if self._shape.is_flat else None)
         planned = self._plan()
@@ -297,7 +286,7 @@ class SequenceBatch:
     def late_inputs(self) -> Tensors:
         (step,) = self._started
         parts = [step.parts[number] for number in step.guided]
-        seated = set(self._by_request.values())
+        seated = set(self.by_request.values())
         found = [part.guide if part.sequence in seated else None for part in parts]
         # The step runs meanwhile, about as long as the last one did.
         patience_s = max(PATIENCE_S, self._step_s) if self._can_repeat else None
@@ -316,7 +305,7 @@ class SequenceBatch:
             self._looking.seen.take(done.outputs["image"])
             self._looking = None
             return self._config.settle(self, done, ())
-        ended, looked_at, seated = self._started.popleft(), [], self._by_request
+        ended, looked_at, seated = self._started.popleft(), [], self.by_request
         self._step_s = done.seconds
         self.pool.filled(ended.published)
         self.pool.give_back(ended.released)
@@ -360,9 +349,6 @@ class SequenceBatch:
 
     def kind_of(self, step: int) -> str:
         return self._steps.names[step]
-
-    def num_read(self, request: ActiveRequest) -> int:
-        return self._by_request[request].read
 
     def _look(self) -> StepCall | None:
         """Encode the next picture before its tokens are read; decoding runs between two."""

@@ -78,7 +78,7 @@ def users_of(router: Router) -> dict[int, Counter[int]]:
 
 def check_work(batch: SequenceBatch) -> None:
     """Counts of work are those of its sequences, and what is read is not counted."""
-    sequences = list(batch._by_request.values())
+    sequences = list(batch.by_request.values())
     assert batch.num_unread == sum(sequence.unread for sequence in sequences)
     assert batch.num_unanswered == sum(sequence.unanswered for sequence in sequences)
     for sequence in sequences if not batch._started else ():
