@@ -80,17 +80,17 @@ class GpuBackend:
     def memory_bytes(self) -> Sequence[float]:
         return [steady(self.spec.memory_share * room) for room in _room_bytes(self.cluster)]
 
-    def build(self, model: str, spec: ServeSpec) -> ServedModel:
+    def build(self, model: str) -> ServedModel:
         card = str(driver.card(self.cluster.devices[0].ordinal))
-        with made_on(card, model, spec.seed, Path(place_of(model)).is_dir()):
-            plain = self._served(model, spec)()
+        with made_on(card, model, self.spec.seed, Path(place_of(model)).is_dir()):
+            plain = self._served(model)()
         refuse_sight(plain)
         placed = self.placed(plain)
         torch.cuda.empty_cache()  # for the workers
         return placed
 
-    def _served(self, model: str, spec: ServeSpec) -> Callable[[], ServedModel]:
-        sizes = replace(spec, max_batch_tokens=spec.max_batch_tokens or MAX_BATCH_TOKENS)
+    def _served(self, model: str) -> Callable[[], ServedModel]:
+        sizes = replace(self.spec, max_batch_tokens=self.spec.max_batch_tokens or MAX_BATCH_TOKENS)
         room_bytes, most = tuple(self.memory_bytes), float("inf")
         return partial(served, model, sizes, min_size=MIN_SIZE, room_bytes=room_bytes, pool_bytes=most)
 
@@ -101,7 +101,7 @@ class GpuBackend:
     def begin(self, model: str, is_early: bool) -> None:
         if self.is_compiled:
             card = properties_of(driver.card(self.cluster.devices[0].ordinal).index)
-            self.processes.append(CompileProcess(self._served(model, self.spec), card, is_early))
+            self.processes.append(CompileProcess(self._served(model), card, is_early))
 
     def capture(self, model: ServedModel, advance: Callable[[str], None]) -> list[Trace]:
         steps = [workload.step for workload in model.workloads]

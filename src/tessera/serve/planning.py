@@ -16,7 +16,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,8 +59,6 @@ STEP_TIMEOUT_S = 60.0
 MAX_KEPT = 32
 # Beside a host: pages' share of a GPU.
 PAGES_SHARE, HOST_BATCH_TOKENS = 0.2, 512
-# Beside a host every launch is measured on two devices.
-HOST_LAUNCH_S = 0.05
 # Steps on GPUs of other machines.
 AWAY_BATCH_TOKENS, AWAY_MIN_SIZE = 2048, 64
 MAX_WEIGHT_BYTES = 64 << 20
@@ -123,32 +121,32 @@ class Prepared:
 @dataclass(frozen=True)
 class CpuBackend:
     cluster: ir.Cluster
-    microbatches: int
-    store: Path | None = None
-    frequencies: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    memory_share: float = 0.9
-    launch_s: float = 0.25
+    spec: ServeSpec
+    # Longest measurement of a launch.
+    launch_s = 0.25
 
     @cached_property
     def memory_bytes(self) -> Sequence[float]:
-        return (min([modest_bytes(self.microbatches), *self._page_bytes]),)
+        return (min([modest_bytes(self.spec.microbatches), *self._page_bytes]),)
 
     @property
     def _page_bytes(self) -> list[float]:
         """Beside a host, pages have a share of each GPU, so that attention runs there."""
         cards = [d.memory_bytes for d in self.cluster.devices if not d.is_cpu]
         is_alone = len(cards) == len(self.cluster.devices)
-        return [] if is_alone else [steady(PAGES_SHARE * size / self.microbatches) for size in cards]
+        return [] if is_alone else [steady(PAGES_SHARE * size / self.spec.microbatches) for size in cards]
 
-    def build(self, model: str, spec: ServeSpec) -> "ServedModel":
+    def build(self, model: str) -> "ServedModel":
         from tessera.serve.steps import for_cpu, served
 
-        room_bytes = [spec.memory_share * device.memory_bytes for device in self.cluster.devices]
+        room_bytes = [self.spec.memory_share * device.memory_bytes for device in self.cluster.devices]
         (pool_bytes,) = self.memory_bytes
         with blamed_for_run(model):
-            return for_cpu(
-                served(model, spec, max_bytes=MAX_BYTES, room_bytes=room_bytes, pool_bytes=pool_bytes)
-            )
+            made = served(model, self.spec, max_bytes=MAX_BYTES, room_bytes=room_bytes, pool_bytes=pool_bytes)
+            return for_cpu(made)
+
+    def _sized(self, max_batch_tokens: int) -> ServeSpec:
+        return replace(self.spec, max_batch_tokens=self.spec.max_batch_tokens or max_batch_tokens)
 
     def placed(self, model: "ServedModel") -> "ServedModel":
         return model
@@ -164,7 +162,7 @@ class CpuBackend:
 
         with blamed_for_run(model.model):
             traces = [record(workload) for workload in model.workloads]
-        return divided(self.cluster, traces, self.frequencies)
+        return divided(self.cluster, traces, dict(self.spec.expert_frequencies))
 
     def price(self, unit: ir.WorkUnit, model: "ServedModel", advance: Listener) -> tuple[ir.Costs, ...]:
         from tessera import flow
@@ -175,7 +173,7 @@ class CpuBackend:
         def warn(what: str) -> None:
             print(f"warning: {what}; measurements are not kept for the next start", file=sys.stderr)
 
-        store = partial(Store, self.store or default_store(), any_clock=True, spare=warn)
+        store = partial(Store, default_store(), any_clock=True, spare=warn)
 
         def price(trace: ir.Trace) -> ir.Costs:
             measured = {}
@@ -207,19 +205,22 @@ class CpuBackend:
 class HostBackend(CpuBackend):
     """GPUs beside their CPU: the model is built and captured in the host's memory."""
 
+    # Shorter: every launch is measured on two devices.
+    launch_s = 0.05
+
     @cached_property
     def memory_bytes(self) -> Sequence[float]:
         return (min(self._page_bytes),)
 
-    def build(self, model: str, spec: ServeSpec) -> "ServedModel":
+    def build(self, model: str) -> "ServedModel":
         from tessera.capture.workload import on_device
         from tessera.serve.gpu import made_on
         from tessera.serve.steps import for_host, refuse_sight, served
 
         card = next(d for d in self.cluster.devices if d.kind is ir.DeviceKind.CUDA)
         (pool_bytes,) = self.memory_bytes
-        with made_on(f"cuda:{card.ordinal}", model, spec.seed):
-            sizes = replace(spec, max_batch_tokens=spec.max_batch_tokens or HOST_BATCH_TOKENS)
+        with made_on(f"cuda:{card.ordinal}", model, self.spec.seed):
+            sizes = self._sized(HOST_BATCH_TOKENS)
             plain = for_host(served(model, sizes, min_size=1, pool_bytes=pool_bytes))
         refuse_sight(plain)
         return replace(plain, workloads=tuple(on_device(w, "cpu") for w in plain.workloads))
@@ -234,9 +235,9 @@ class AwayBackend(CpuBackend):
 
     @cached_property
     def memory_bytes(self) -> Sequence[float]:
-        return [steady(self.memory_share * device.memory_bytes) for device in self.cluster.devices]
+        return [steady(self.spec.memory_share * device.memory_bytes) for device in self.cluster.devices]
 
-    def build(self, model: str, spec: ServeSpec) -> "ServedModel":
+    def build(self, model: str) -> "ServedModel":
         from tessera.serve.steps import served, weight_bytes
 
         size, here = weight_bytes(place_of(model)), memory_bytes()
@@ -245,7 +246,7 @@ class AwayBackend(CpuBackend):
                 f"{model} has {units.size(size)} of weights; this machine has {units.size(here)} of memory"
             )
             raise TesseraError(message, "Run the service on a machine that holds the weights.", "--devices")
-        sizes = replace(spec, max_batch_tokens=spec.max_batch_tokens or AWAY_BATCH_TOKENS)
+        sizes = self._sized(AWAY_BATCH_TOKENS)
         with blamed_for_run(model):
             return served(
                 model, sizes, min_size=AWAY_MIN_SIZE, room_bytes=self.memory_bytes, pool_bytes=float("inf")
@@ -273,19 +274,18 @@ def prepare(
     spec: ServeSpec,
     *,
     plan: ir.ServicePlan | None = None,
-    store: Path | None = None,
     kept: Path | None = None,
     is_compiled: bool = True,
     advance: Listener = lambda what: None,
 ) -> Prepared:
     """`kept` is the folder of kept plans; None: always plan."""
-    backend = _backend(cluster, spec, store, is_compiled)
+    backend = _backend(cluster, spec, is_compiled)
     if plan is not None:
         check_plan(plan, model, cluster)
 
     def build() -> "ServedModel":
         advance(f"building {model}")
-        built = backend.build(model, spec)
+        built = backend.build(model)
         if built.reason:
             advance(f"{model} reads one token of each sequence a step, in prompts too: {built.reason}")
         return built
@@ -297,8 +297,8 @@ def prepare(
         backend.begin(model, is_early=plan is None)
         given = plan or _for_load(model, cluster, spec, advance)
         if given is not None:
-            return _follow(build(), given, cluster, backend, following, advance)
-        return _plan(build(), cluster, spec, backend, advance)
+            return _follow(build(), given, backend, following, advance)
+        return _plan(build(), backend, advance)
 
     if kept is None:
         return make()
@@ -312,17 +312,14 @@ def prepare(
     return prepared
 
 
-def _backend(
-    cluster: ir.Cluster, spec: ServeSpec, store: Path | None, is_compiled: bool
-) -> "CpuBackend | GpuBackend":
-    given = (cluster, spec.microbatches, store, dict(spec.expert_frequencies), spec.memory_share)
+def _backend(cluster: ir.Cluster, spec: ServeSpec, is_compiled: bool) -> "CpuBackend | GpuBackend":
     if not any(d.kind is ir.DeviceKind.CUDA and d.ordinal != ir.AWAY for d in cluster.devices):
         warm_up()  # in parallel with capture and planning
         is_away = all(device.ordinal == ir.AWAY for device in cluster.devices)
-        return AwayBackend(*given) if is_away else CpuBackend(*given)
+        return AwayBackend(cluster, spec) if is_away else CpuBackend(cluster, spec)
     if any(d.kind is not ir.DeviceKind.CUDA for d in cluster.devices):
         _check_host(cluster)
-        return HostBackend(*given, launch_s=HOST_LAUNCH_S)
+        return HostBackend(cluster, spec)
     from tessera.serve.gpu import GpuBackend
 
     return GpuBackend(cluster, spec, is_compiled)
@@ -364,64 +361,62 @@ def _for_load(model: str, cluster: ir.Cluster, spec: ServeSpec, advance: Listene
     return make_service_plan(steps, spec.load, rehearse, search, memory_share=share, policies=policies)
 
 
+def _captured(
+    model: "ServedModel",
+    counts: Sequence[int],
+    load: ir.Load,
+    backend: "CpuBackend | GpuBackend",
+    advance: Listener,
+) -> "tuple[ServicePlanner, float]":
+    """A planner over the model's steps, and seconds of their capture."""
+    from tessera import flow
+    from tessera.serve.policies import ServicePlanner
+
+    advance(f"capturing steps of {', '.join(str(size) for size in model.shape.sizes)} tokens")
+    begun_s = time.perf_counter()
+    traces = backend.capture(model, advance)
+    capture_s = time.perf_counter() - begun_s
+    unit = flow.make_unit(traces, tuple(counts))
+    advance("pricing its launches")
+    costs, spec, sees = backend.price(unit, model, advance), backend.spec, model.encode is not None
+    given = (model.model, model.shape, unit, costs, backend.cluster, load, spec.effort, sees, spec.policies)
+    return ServicePlanner(*given), capture_s
+
+
 def _follow(
     model: "ServedModel",
     plan: ir.ServicePlan,
-    cluster: ir.Cluster,
     backend: "CpuBackend | GpuBackend",
     spec: ServeSpec,
     advance: Listener,
 ) -> Prepared:
-    from tessera import flow
     from tessera.serve.policies import ServicePlanner, check_groups
     from tessera.serve.rehearse import rehearse
 
-    begun_s, scale = time.perf_counter(), 1.0
-    captured: dict[tuple[object, ...], ServicePlanner] = {}
+    scale = 1.0
+    captured: dict[tuple[object, ...], tuple[ServicePlanner, float]] = {}
     groups = []
     for group in plan.groups:
         key = (group.sequences, group.sizes, group.pool_tokens)
         sized = backend.placed(model.resized(group))
         if key not in captured:
-            advance(f"capturing steps of {', '.join(str(size) for size in group.sizes)} tokens")
-            traces = backend.capture(sized, advance)
-            unit = flow.make_unit(traces, group.plan.unit.counts)
-            costs = backend.price(unit, sized, advance)
-            given = (model.model, sized.shape, unit, costs, cluster, plan.load, spec.effort)
-            captured[key] = ServicePlanner(*given)
-        made = captured[key].follow(group, plan.policy)
+            captured[key] = _captured(sized, group.plan.unit.counts, plan.load, backend, advance)
+        made = captured[key][0].follow(group, plan.policy)
         groups.append(made)
         scale = max(scale, backend.scale(made.plan, sized))
     check_groups(groups)
-    capture_s = time.perf_counter() - begun_s
     advance("rehearsing")
     followed = replace(plan, groups=tuple(groups))
     expected = rehearse(followed, plan.load, shape=model.shape)
     policies = (replace(followed, expected=expected),)
+    capture_s = sum(seconds for _, seconds in captured.values())
     return Prepared(model, policies, planner_of(model, policies, spec), scale, capture_s)
 
 
-def _plan(
-    model: "ServedModel",
-    cluster: ir.Cluster,
-    spec: ServeSpec,
-    backend: "CpuBackend | GpuBackend",
-    advance: Listener,
-) -> Prepared:
-    from tessera import flow
-    from tessera.serve.policies import ServicePlanner
-
-    advance(f"capturing {len(model.workloads)} steps")
-    begun_s = time.perf_counter()
-    traces = backend.capture(model, advance)
-    capture_s = time.perf_counter() - begun_s
-    unit = flow.make_unit(traces, (1,) * len(traces))
-    advance("pricing its launches")
-    costs = backend.price(unit, model, advance)
+def _plan(model: "ServedModel", backend: "CpuBackend | GpuBackend", advance: Listener) -> Prepared:
+    counts, shape = (1,) * len(model.workloads), model.shape
+    planner, capture_s = _captured(model, counts, backend.spec.load, backend, advance)
     advance("planning and rehearsing")
-    shape, sees = model.shape, model.encode is not None
-    given = (model.model, shape, unit, costs, cluster, spec.load, spec.effort, sees, spec.policies)
-    planner = ServicePlanner(*given)
     try:
         policies = planner.plans(planner.names)
     except (PlanInfeasible, DeviceMemoryError) as error:
@@ -431,7 +426,7 @@ def _plan(
             "for fewer pages, or add a device."
         )
         weights = sum(tensor.nbytes for tensor in model.workloads[-1].weights().values())
-        if weights > sum(device.memory_bytes for device in cluster.devices):
+        if weights > sum(device.memory_bytes for device in backend.cluster.devices):
             remedy = f"The weights take {units.size(weights)} alone: add a device, or use packed weights."
         is_size = isinstance(error, DeviceMemoryError) or not error.remedy
         raise type(error)(error.message, remedy if is_size else error.remedy, error.place) from error

@@ -70,7 +70,8 @@ def prepared(model: str, memory: str, folder: Path) -> Prepared:
     links = tuple(replace(link, fetch_gbps=GBPS) for link in cluster.links)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flow, "make_timer", lambda trace, device: HostTimer(trace))
-        return prepare(model, replace(cluster, links=links), SPEC, store=folder / "measurements")
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        return prepare(model, replace(cluster, links=links), SPEC)
 
 
 @pytest.fixture(scope="module")

@@ -335,15 +335,15 @@ def test_steps_of_other_families_give_the_same_bits_divided(model: str) -> None:
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two steps are measured, one warning is said, and the service is planned."""
     (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     made = prepare(
         "tiny-llama",
         emulated("cpu"),
         ServeSpec(microbatches=1, rows=1, capacity=8, max_batch_tokens=8, load=Load(4, 2)),
-        store=tmp_path / "file" / "measured.jsonl",
     )
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
 
