@@ -99,9 +99,11 @@ class Conditions:
             return Path() if not self.flow.graph.blocks[0].preds else _UNKNOWN
         preds = self.flow.graph.blocks[block].preds
         above = self._blocks[self._above(block)]
-        if len(preds) == 1:
-            return above.and_also(self._edge(preds[0], block))
-        return above.and_also(_UNKNOWN)
+        # A loop is entered by one edge, whose condition is of values before it.
+        entries = [p for p in preds if not self.dominates(block, p)]
+        if len(entries) == 1:
+            above = above.and_also(self._edge(entries[0], block))
+        return above if len(preds) == 1 else above.and_also(_UNKNOWN)
 
     def _edge(self, source: int, target: int) -> Path:
         flow = self.flow

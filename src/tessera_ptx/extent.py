@@ -257,8 +257,10 @@ class Solver:
         if step < 0:
             low, high, step = (None if high is None else -high), (None if low is None else -low), -step
             relation = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}.get(relation, relation)
+        # A sum that passes by zero, or begins beyond it, never equals it.
+        is_met = high is not None and high <= 0 and (step == 1 or (low == high and high % step == 0))
         # step * k + rest < 0, with rest at least `low`.
-        if low is None or relation not in ("lt", "le", "ne"):
+        if low is None or relation not in (("lt", "le", "ne") if is_met else ("lt", "le")):
             return None
         last = (-low if relation == "le" else -low - 1) // step
         return max(last + 1, 0)
@@ -293,17 +295,13 @@ class Solver:
 
     def part(self, part: ExtentPart) -> Intervals:
         assert part.offset is not None
-        clamps, exact, possible = self._clamps(part)
-        if not possible:
-            return Intervals((), True)
-        for linear, span in clamps:
-            self.active[frozenset(linear.items())] = span
-        if clamps:
-            # Conditions may decide widening and masks inside the sums.
+        # Conditions may decide widening and masks inside the sums, also in conditions.
+        for _ in range(2):
             self._leaves.clear()
             clamps, exact, possible = self._clamps(part)
             if not possible:
                 return Intervals((), True)
+            self.active.update((frozenset(linear.items()), span) for linear, span in clamps)
         offset = self.linear(part.offset)
         groups, used = self._group(offset, clamps)
         exact = exact and part.complete and used == len(clamps)
@@ -342,17 +340,17 @@ class Solver:
         difference = _plus(left, right, -1)
         bound = -difference.pop((), 0)
         relation = limit.relation
-        spans: dict[str, Range] = {
-            "lt": (None, bound - 1), "le": (None, bound), "gt": (bound + 1, None), "ge": (bound, None),
-            "eq": (bound, bound),
-        }  # fmt: skip
-        if not difference:
-            true = bound != 0 if relation == "ne" else intersect((0, 0), spans[relation]) == (0, 0)
-            return {}, (0, 0) if true else (1, 1)
-        span = spans.get(relation)
-        if span is None:
-            return None
         inside = self._plain_range(difference)
+        below, above = (None, bound - 1), (bound + 1, None)
+        spans: dict[str, Range] = {
+            "lt": below, "le": (None, bound), "gt": above, "ge": (bound, None), "eq": (bound, bound),
+            "ne": above if bound == inside[0] else below if bound == inside[1] else FULL,
+        }  # fmt: skip
+        span = spans[relation]
+        if not difference:
+            return {}, (0, 0) if intersect((0, 0), span) == (0, 0) else (1, 1)
+        if span == FULL:
+            return None
         if intersect(inside, span) == inside:
             return {}, (0, 0)
         return difference, intersect(inside, span)

@@ -90,11 +90,10 @@ def type_range(bits: int, signed: bool) -> Range:
 
 
 def _and(bits: int, a: Range, b: Range) -> Range:
-    for one in (a, b):
-        if one[0] is not None and one[0] >= 0 and one[1] is not None:
-            tops = [r[1] for r in (a, b) if r[0] is not None and r[0] >= 0 and r[1] is not None]
-            return 0, min(t for t in tops if t is not None)
-    return type_range(bits, True)
+    tops = [r[1] for r in (a, b) if r[0] is not None and r[0] >= 0 and r[1] is not None]
+    if len(tops) == 2 and a[0] == a[1] and b[0] == b[1]:
+        return tops[0] & tops[1], tops[0] & tops[1]
+    return (0, min(tops)) if tops else type_range(bits, True)
 
 
 def _or(bits: int, a: Range, b: Range) -> Range:

@@ -118,6 +118,34 @@ def test_countdown_to_zero_is_bounded() -> None:
     assert ((0, 32),) == extent(body).resolve(launch(p3=8)).spans
 
 
+STEPS_OF_TWO = (
+    pointers(0)
+    + """ld.param.u32 %r9, [k_param_3]; mov.u32 %r5, 0;
+    $L: mul.wide.u32 %rd5, %r5, 4; add.s64 %rd6, %rd11, %rd5; st.global.f32 [%rd6], %f1;
+    add.s32 %r5, %r5, 2; setp.ne.s32 %p1, %r5, %r9; @%p1 bra $L;"""
+)
+
+
+@pytest.mark.parametrize(("end", "high"), [(6, 20), (5, 4 << 32), (0, 4 << 32)])
+def test_loop_until_equal_ends_only_if_it_meets_its_end(end: int, high: int) -> None:
+    """`do i += 2; while (i != n)` passes by an odd n and by 0."""
+    assert high == extent(STEPS_OF_TWO).resolve(launch(p3=end)).spans[-1][1]
+
+
+def test_condition_of_entering_a_loop_bounds_its_count() -> None:
+    """`for (k = tid & 3; k != 0; --k)` runs at most three times."""
+    body = (
+        pointers(0)
+        + THREAD
+        + """and.b32 %r5, %r4, 3; setp.eq.s32 %p2, %r5, 0; @%p2 bra $END;
+    $L: st.global.f32 [%rd11], %f1; add.s64 %rd11, %rd11, 4; add.s32 %r5, %r5, -1;
+    setp.ne.s32 %p1, %r5, 0; @%p1 bra $L;
+    $END:"""
+    )
+
+    assert ((0, 12),) == extent(body).resolve(launch(1, 32)).spans
+
+
 def test_grid_stride_loop_is_bounded_by_its_condition() -> None:
     """A loop that starts at the thread's index and strides by the grid stays below n."""
     body = (
