@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from tessera.errors import DeviceMemoryError, PlanInfeasible
 from tessera.ir import Cluster, Expected, GroupSize, Load, Objective, Rival, ServicePlan
 from tessera.plan.comparison import Comparison, Option, times_text
-from tessera.plan.fluid import DATA_PARALLEL, DIVIDED, POLICIES, SINGLE, FluidModel, ServiceDraft
+from tessera.plan.fluid import DATA_PARALLEL, DIVIDED, FLUID, POLICIES, SINGLE, FluidModel, ServiceDraft
 from tessera.plan.host import FETCH
 from tessera.plan.search.objectives import IDLE_SHARE
 
@@ -169,15 +169,17 @@ def _tried(
 ) -> list[Rehearsed]:
     tried: list[Rehearsed] = []
     made = _Made(fluid, policy, make)
-    slack = 1.0
-    while len(tried) < fluid.config.num_rehearsed:
-        best = max((r.expected.tokens_per_s for r in tried if r.is_within), default=0.0)
+    slack, best = 1.0, 0.0
+    # A quick plan tries more while nothing keeps to the limits.
+    missing = FLUID if fluid.is_strict else fluid.config
+    while len(tried) < (fluid.config if best or most else missing).num_rehearsed:
         found = made.best(slack, max(BEHIND * most, (1.0 + TIE) * best) if best else 0.0)
         if found is None:
             break
         draft, plan = found
         expected = _rehearsed(plan, fluid.load, rehearse)
         tried.append(Rehearsed(plan, expected, expected.is_within(fluid.load)))
+        best = max((r.expected.tokens_per_s for r in tried if r.is_within), default=0.0)
         slack = _slack(fluid.load, draft, expected, slack)
     return tried
 

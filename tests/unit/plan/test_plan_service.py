@@ -9,7 +9,7 @@ import pytest
 from factories import make_chain, make_plan
 from tessera.errors import PlanInfeasible
 from tessera.ir import Cluster, Expected, Group, Load, Role, ServicePlan
-from tessera.plan.fluid import DIVIDED, FluidModel, ModelBytes, ServiceDraft, StepPrice
+from tessera.plan.fluid import DIVIDED, QUICK_FLUID, FluidModel, ModelBytes, ServiceDraft, StepPrice
 from tessera.plan.service import Rehearse, plan_service
 from tessera.profile import make_cluster, parse_devices
 
@@ -114,6 +114,16 @@ def test_a_policy_that_misses_the_limit_in_rehearsal_is_drafted_for_a_lower_one(
 
     assert all(rival.expected.is_within(load) for rival in plan.rivals)
     assert {"single", "data-parallel"} < {rival.policy for rival in plan.rivals}
+
+
+def test_a_quick_plan_is_refused_only_after_drafts_for_lower_limits() -> None:
+    """A single rehearsal that misses the limit does not show that no service keeps it."""
+    load = Load(1024, 256, tpot_ms=50.0)
+    quick = replace(fluid("emu:h20", load), config=QUICK_FLUID)
+    plan = plan_service([quick], no_plan, rehearsed(1.0, 1.5))
+
+    assert plan.expected is not None
+    assert plan.expected.is_within(load)
 
 
 def test_drafts_may_be_limited_to_some_devices() -> None:
