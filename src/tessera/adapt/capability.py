@@ -4,11 +4,15 @@ Below both capacities the policy with less normalised latency is better, else th
 """
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
 
 # At capacity there are 1 + NEXT times the requests of the curve's last point.
 NEXT = 0.5
@@ -36,27 +40,29 @@ class Capability:
 
     def normalised_s(self, rate_per_s: float) -> float:
         """Interpolated; flat outside the curve."""
-        return _between([(p.rate_per_s, p.normalised_s) for p in self.curve], rate_per_s)
+        rates, normalised, _ = self._columns
+        return float(np.interp(rate_per_s, rates, normalised))
 
     def usual(self, rate_per_s: float) -> float:
         """Mean number of requests present."""
-        return _between(self._by_rate, rate_per_s)
+        rates, _, numbers = self._columns
+        return float(np.interp(rate_per_s, rates, numbers))
 
     def served_per_s(self, num_requests: float) -> float:
-        """The inverse of `usual`."""
-        return _between(self._by_number, num_requests)
+        """The inverse of `usual`, up to the capacity."""
+        return float(np.interp(num_requests, *self._by_number))
 
     @cached_property
-    def _by_rate(self) -> list[tuple[float, float]]:
-        return [(p.rate_per_s, p.num_requests) for p in self.curve]
+    def _columns(self) -> Floats:
+        return np.array(self.curve).T
 
     @cached_property
-    def _by_number(self) -> list[tuple[float, float]]:
-        points = [(0.0, 0.0)]
-        for point in self.curve:
-            if point.num_requests > points[-1][0]:
-                points.append((point.num_requests, point.rate_per_s))
-        return [*points, (points[-1][0] * (1.0 + NEXT), self.capacity_per_s)]
+    def _by_number(self) -> tuple[Floats, Floats]:
+        rates, _, numbers = self._columns
+        is_new = numbers > np.maximum.accumulate([0.0, *numbers[:-1]])
+        known = numbers[is_new]
+        full = (1.0 + NEXT) * known[-1]
+        return np.array([0.0, *known, full]), np.array([0.0, *rates[is_new], self.capacity_per_s])
 
     def expected(self, rate_per_s: float, error_per_s: float, num_requests: float, window_s: float) -> float:
         """Expected mean number of requests over a window.
@@ -93,16 +99,6 @@ class Capability:
         if rate_per_s < self.capacity_per_s:
             return False, self.normalised_s(rate_per_s)
         return True, -self.capacity_per_s
-
-
-def _between(points: Sequence[tuple[float, float]], x: float) -> float:
-    index = bisect_right(points, (x, float("inf")))
-    if index == 0:
-        return points[0][1]
-    if index == len(points):
-        return points[-1][1]
-    (a, low), (b, high) = points[index - 1], points[index]
-    return low + (high - low) * (x - a) / (b - a)
 
 
 def better(policies: tuple[Capability, ...], rate_per_s: float) -> Capability:
