@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import fmean, pvariance, stdev
 
 from tessera.ir import Load
 
@@ -78,9 +79,8 @@ class LoadHistory:
 
 
 def _differs(lengths: Sequence[int], planned: int) -> bool:
-    num, mean = len(lengths), sum(lengths) / len(lengths)
-    error = math.sqrt(sum((x - mean) ** 2 for x in lengths) / num / max(1, num - 1))
-    return abs(mean - planned) > max(LEAST_CHANGE * planned, ERRORS * error)
+    error = stdev(lengths) / math.sqrt(len(lengths))
+    return abs(fmean(lengths) - planned) > max(LEAST_CHANGE * planned, ERRORS * error)
 
 
 def _view(lengths: Sequence[int]) -> LengthView | None:
@@ -92,5 +92,5 @@ def _view(lengths: Sequence[int]) -> LengthView | None:
 
 def _burstiness(times: Sequence[float]) -> float | None:
     gaps = [b - a for a, b in pairwise(times)]
-    mean = sum(gaps) / len(gaps) if gaps else 0.0
-    return sum((gap - mean) ** 2 for gap in gaps) / len(gaps) / mean**2 if mean else None
+    mean = fmean(gaps) if gaps else 0.0
+    return pvariance(gaps, mean) / mean**2 if mean else None

@@ -127,10 +127,7 @@ class StepRater:
         return self.recorded.at(ANCHORS[0]).graphs[-1].trace
 
     def limit(self, cards: Cluster) -> Limit:
-        return Limit({d.gpu: n for n, d in enumerate(cards.devices)}, self._least_us(cards))
-
-    def _least_us(self, cards: Cluster) -> "np.ndarray[tuple[int, ...], np.dtype[np.float64]]":
-        """[launch, card]: least time of a row over all batches."""
+        """By the least time of a row over all batches."""
         rows = []
         for batch in BATCHES:
             unit = self.recorded.at(batch)
@@ -139,7 +136,7 @@ class StepRater:
                 for priced, count in zip(price(unit, cards), unit.counts, strict=True)
             ]
             rows.append(np.concatenate(us))
-        return np.asarray(np.min(rows, axis=0), dtype=np.float64)
+        return Limit({d.gpu: n for n, d in enumerate(cards.devices)}, np.min(rows, axis=0))
 
     def drafts(self, cluster: Cluster, within_ms: float | None = None) -> list[Option]:
         target = replace(self.target, tpot_ms=within_ms or self.target.tpot_ms)

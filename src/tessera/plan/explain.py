@@ -173,15 +173,20 @@ def _memory(problem: Problem, mix: Mix) -> tuple[DeviceMemory, ...]:
     )
 
 
+def _launches(problem: Problem) -> dict[tuple[str, str], list[tuple[int, int]]]:
+    """(kernel, scope) -> launches, as (step, launch)."""
+    found: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for step, graph in enumerate(problem.unit.graphs):
+        for index, launch in enumerate(graph.trace.launches):
+            key = graph.trace.kernel_of(index).name, _kind_of(launch.scope)
+            found.setdefault(key, []).append((step, index))
+    return found
+
+
 def _nodes(problem: Problem) -> dict[tuple[str, str], Labels]:
     """(kernel, scope) -> nodes, heaviest first."""
-    found: dict[tuple[str, str], set[int]] = {}
-    for step, graph in enumerate(problem.unit.graphs):
-        nodes = problem.node_of[step].tolist()
-        for index, launch in enumerate(graph.trace.launches):
-            key = (graph.trace.kernel_of(index).name, _kind_of(launch.scope))
-            found.setdefault(key, set()).add(nodes[index])
-    listed = {key: np.array(sorted(nodes)) for key, nodes in found.items()}
+    node_of, launches = problem.node_of, _launches(problem)
+    listed = {key: np.unique([node_of[step][n] for step, n in at]) for key, at in launches.items()}
     return dict(sorted(listed.items(), key=lambda x: -float(problem.load_us[x[1]].max(axis=1).sum())))
 
 
@@ -195,21 +200,15 @@ def _bytes(problem: Problem, column: Column) -> float:
 
 
 def _kernels(mix: Mix, problem: Problem) -> tuple[KernelUse, ...]:
-    num = problem.num_devices
-    runs: dict[tuple[str, str], float] = {}
-    tables: dict[tuple[str, str], np.ndarray[tuple[int, ...], np.dtype[np.float64]]] = {}
-    for step, (graph, count) in enumerate(zip(problem.unit.graphs, problem.unit.counts, strict=True)):
-        placed = np.array([column.labels[problem.node_of[step]] for column in mix.columns])
-        for index, launch in enumerate(graph.trace.launches):
-            key = (graph.trace.kernel_of(index).name, _kind_of(launch.scope))
-            runs[key] = runs.get(key, 0.0) + count
-            table = tables.setdefault(key, np.zeros((2, num)))
-            table[0] += count * problem.cost_us[step][index]
-            table[1] += count * np.bincount(placed[:, index], weights=mix.shares, minlength=num)
-    found = [
-        KernelUse(key[0], key[1], round(runs[key]), tuple(us.tolist()), tuple((on / runs[key]).tolist()))
-        for key, (us, on) in tables.items()
-    ]
+    num, counts, found = problem.num_devices, problem.unit.counts, []
+    for key, launches in _launches(problem).items():
+        runs, us, on = 0.0, np.zeros(num), np.zeros(num)
+        for step, launch in launches:
+            placed = [column.labels[problem.node_of[step][launch]] for column in mix.columns]
+            runs += counts[step]
+            us += counts[step] * problem.cost_us[step][launch]
+            on += counts[step] * np.bincount(placed, weights=mix.shares, minlength=num)
+        found.append(KernelUse(*key, round(runs), tuple(us.tolist()), tuple((on / runs).tolist())))
     return tuple(sorted(found, key=lambda k: (-max(k.us), k.scope, k.kernel)))
 
 

@@ -123,10 +123,6 @@ def drafted(fluid: FluidModel, policy: str, objective: Objective) -> float:
 
 
 def draft_option(draft: ServiceDraft, cluster: Cluster) -> Option:
-    return option_of(draft_rival(draft, cluster), cluster)
-
-
-def draft_rival(draft: ServiceDraft, cluster: Cluster) -> Rival:
     """Devices are always busy."""
     names = cluster.names
     sizes = tuple(
@@ -135,7 +131,7 @@ def draft_rival(draft: ServiceDraft, cluster: Cluster) -> Rival:
     )
     times = (draft.tpot_ms, draft.tpot_ms, draft.ttft_ms, draft.ttft_ms)
     expected = Expected(draft.tokens_per_s, *times, (1.0,) * len(names), (), 0)
-    return Rival(draft.policy, sizes, expected)
+    return option_of(Rival(draft.policy, sizes, expected), cluster)
 
 
 def option_of(rival: Rival, cluster: Cluster) -> Option:
