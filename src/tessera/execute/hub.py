@@ -9,7 +9,6 @@ worker (epoch) are ignored. Clocks of machines are compared once, when a worker 
 """
 
 import os
-import queue
 import secrets
 import shutil
 import tempfile
@@ -114,8 +113,7 @@ class Hub:
         self._folder = ""
         self._members = [_Member() for _ in names]
         self._mailbox: Mailbox | None = None
-        # (source, message) of this process's own threads, and of workers.
-        self._posts: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        # (source, message) of workers, and of this process's own threads.
         self._inbox: deque[tuple[Any, Any]] = deque()
         # PeerConnection -> (device, epoch); names of local workers that will connect; remote ones that wait.
         self._sources: dict[PeerConnection, tuple[int, int]] = {}
@@ -125,7 +123,6 @@ class Hub:
         self._is_woken = False
         self._store = Board(self._tell)
         self._threads: list[threading.Thread] = []
-        self._absent: set[int] = set()
         self._is_over = threading.Event()
 
     @property
@@ -158,8 +155,6 @@ class Hub:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             self._start_due()
-            while not self._posts.empty():
-                self._inbox.append(self._posts.get())
             while self._inbox:
                 news = self._sort(*self._inbox.popleft())
                 if news is not None:
@@ -169,7 +164,7 @@ class Hub:
             times = [t for t in (deadline, *self._times()) if t is not None]
             if deadline is not None and time.monotonic() >= deadline:
                 self._mailbox.pump(0.0)
-                if self._inbox or not self._posts.empty():
+                if self._inbox:
                     continue
                 return None
             self._mailbox.pump(max(0.0, min(times) - time.monotonic()) if times else None)
@@ -200,8 +195,7 @@ class Hub:
         member.state, member.ready_s, member.pid, member.num_configured = "lost", None, None, 0
         is_given_up = self.max_failures is not None and member.failures >= self.max_failures
         retry_s = None if is_given_up else pause_s(member.failures)
-        is_absent = device in self._absent  # its worker is welcome whenever it connects
-        self._absent.discard(device)
+        is_absent = member.started_s == float("inf")  # its worker is welcome whenever it connects
         member.due_s = None if retry_s is None else now if is_absent else now + retry_s
         self._start_due()
         return LostWorker(how, member.failures, retry_s)
@@ -287,7 +281,7 @@ class Hub:
         return LocalProcess(worker.main, (self._folder,), name, self._method)
 
     def _post(self, source: Any, message: Any) -> None:
-        self._posts.put((source, message))
+        self._inbox.append((source, message))
         if self._mailbox is not None and not self._is_over.is_set():
             self._mailbox.wake()
 
@@ -359,7 +353,6 @@ class Hub:
                 if device in self._here or not member.is_awaited:
                     return device, Hangup(f"it was not ready after {START_TIMEOUT_S:.0f} s")
                 member.started_s, member.ask_s = float("inf"), float("inf")
-                self._absent.add(device)
                 self._thread(self._ask_about, device, member.epoch, limit_s)
             elif member.ask_s <= now:
                 member.ask_s = now + ABSENT_S
@@ -414,7 +407,6 @@ class Hub:
                 continue
             awaited = awaited - {device}
             del self._waiting[connection]
-            self._absent.discard(device)
             member.connection, member.started_s = connection, time.monotonic()
             member.pieces = messages.Pieces(member.setup.weights)
             self._sources[connection] = (device, member.epoch)
@@ -498,8 +490,8 @@ class Hub:
 
     def _end_started(self) -> None:
         """Workers that `take` has not seen."""
-        while not self._posts.empty():
-            _, message = self._posts.get()
+        while self._inbox:
+            _, message = self._inbox.popleft()
             if isinstance(message, LocalProcess):
                 message.end(0.0)
 

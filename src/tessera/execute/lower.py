@@ -70,10 +70,8 @@ class StepLowering:
         """(state buffer, device): where its launches are, or device 0 if none touches it."""
         return _homes(self._state, place)
 
-    def run(
-        self, place: Sequence[int], leaving: Sequence[ir.Transfer] = (), fetched: Fetched = ()
-    ) -> LoweredRun:
-        """One transfer per value and reading device, in trace order; `leaving`: state moved at the end."""
+    def run(self, place: Sequence[int], fetched: Fetched = ()) -> LoweredRun:
+        """One transfer per value and reading device, in trace order."""
         num, (rows, readers) = self.num_devices, self._pins
         devices = np.array(place, dtype=np.int64)
         there = devices[readers]
@@ -92,7 +90,7 @@ class StepLowering:
             points[src].append((made, 1, len(transfers)))
             points[to].append((read, 0, len(transfers)))
             transfers.append(ir.Transfer(self._values[at], value.buffer, value.start, value.stop, src, to))
-        run = _with_moves(transfers, points, len(place), leaving)
+        run = LoweredRun(tuple(transfers), tuple(tuple(sorted(x)) for x in points))
         return self._with_fetches(run, place, dict(fetched)) if fetched else run
 
     def _with_fetches(self, run: LoweredRun, place: Sequence[int], hosts: Mapping[str, int]) -> LoweredRun:
@@ -113,19 +111,11 @@ class StepLowering:
 
 
 def lower_moves(moves: Sequence[ir.Transfer], num_devices: int) -> LoweredRun:
-    return _with_moves([], [[] for _ in range(num_devices)], 0, moves)
-
-
-def _with_moves(
-    transfers: list[ir.Transfer],
-    points: list[list[TransferPoint]],
-    num_launches: int,
-    moves: Sequence[ir.Transfer],
-) -> LoweredRun:
-    for number, move in enumerate(moves, start=len(transfers)):
-        points[move.src].append((num_launches - 1, 1, number))
-        points[move.dst].append((num_launches, 0, number))
-    return LoweredRun((*transfers, *moves), tuple(tuple(sorted(x)) for x in points))
+    points: list[list[TransferPoint]] = [[] for _ in range(num_devices)]
+    for number, move in enumerate(moves):
+        points[move.src].append((-1, 1, number))
+        points[move.dst].append((0, 0, number))
+    return LoweredRun(tuple(moves), tuple(tuple(sorted(x)) for x in points))
 
 
 def _state_launches(trace: ir.Trace) -> StateLaunches:

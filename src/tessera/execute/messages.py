@@ -407,13 +407,12 @@ def make_setups(
     for name in names - shared.keys():
         if whole_of(name) in weights:
             shared[name] = copied(part_of(name, weights), is_shared_memory=True)
-    lanes, devices = tuple(map(tuple, programs)), cluster.devices
-    first = Setup(0, cluster, traces, lanes, microbatches, transport, weights=shared)
-    first = replace(first, epochs=(0,) * len(devices), scale=scale, is_profiled=is_profiled)
-    setups = []
-    for number in range(len(devices)):
-        setups.append(replace(first, device=number, us=modelled_us(loaded, number)))
-    return setups
+    sizes = (microbatches, transport, 0, (0,) * len(cluster.devices), scale, is_profiled)
+    common = (cluster, traces, tuple(map(tuple, programs)), *sizes)
+    return [
+        Setup(number, *common, modelled_us(loaded, number), weights=shared)
+        for number in range(len(cluster.devices))
+    ]
 
 
 def modelled_us(loaded: Lanes, device: int, first: int = 0) -> tuple[tuple[float, ...], ...]:

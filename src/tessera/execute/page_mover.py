@@ -139,7 +139,7 @@ class PageMover:
         self._copying: list[_Copying] = []
         # Move -> pieces copied; moves that write nothing any more; pieces for unknown homes.
         self._taken: dict[int, int] = {}
-        self._cancelled: dict[int, None] = {}
+        self._cancelled: deque[int] = deque(maxlen=REMEMBERED)
         self._early: list[PageNews] = []
         # Pieces of an earlier worker of this device have other numbers.
         self._num_pieces = setup.epoch << 32
@@ -179,9 +179,7 @@ class PageMover:
 
     def cancel(self, run: int) -> None:
         """Nothing of the move is copied when this returns."""
-        self._cancelled[run] = None
-        while len(self._cancelled) > REMEMBERED:
-            del self._cancelled[next(iter(self._cancelled))]
+        self._cancelled.append(run)
         self._taken.pop(run, None)
         for way in self._ways.values():
             way.jobs = deque(job for job in way.jobs if job.order.run != run)

@@ -31,6 +31,7 @@ from tessera.execute.memory import (
     tensor_of,
 )
 from tessera.execute.stepper import Tensors
+from tessera.execute.timing import first_line
 from tessera.ir import BufferKind, Trace, Value
 
 # (step, inputs, the state that it changes) -> outputs.
@@ -129,9 +130,8 @@ class Replay:
         except RuntimeError as error:
             launch = self._shared.launch
             name = self._trace.kernel_of(launch).name
-            lines = str(error).splitlines() or [type(error).__name__]
             raise WorkerError(
-                f"launch {launch} ({name}) cannot be run on this machine's CPU: {lines[0]}",
+                f"launch {launch} ({name}) cannot be run on this machine's CPU: {first_line(error)}",
                 "Capture the model with --device cpu.",
             ) from error
 

@@ -140,7 +140,7 @@ class Scripts:
         key = (step, place, moves, fetched)
         if key not in self._scripts:
             num = len(self.cluster.devices)
-            run = self._lowering.steps[step].run(place, moves, fetched) if place else lower_moves(moves, num)
+            run = self._lowering.steps[step].run(place, fetched) if place else lower_moves(moves, num)
             self._scripts[key] = self._make(step, np.array(place, dtype=np.int64), run)
         return self._scripts[key]
 

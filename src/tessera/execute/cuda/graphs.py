@@ -118,7 +118,6 @@ class DeviceGraphs:
         graphs, steps = {self._shared[n] for n in live}, {self._programs[n].step for n in live}
         self._graphs = {key: graph for key, graph in self._graphs.items() if key[1] in graphs}
         for room in self._buffers:
-            room.inputs = {key: held for key, held in room.inputs.items() if key[0] in steps}
             room.arenas = {step: arena for step, arena in room.arenas.items() if step in steps}
         for home in homes:
             self.state.homes.pop(home, None)
@@ -224,7 +223,7 @@ class DeviceGraphs:
             driver.fetch_kernel(self.device.ordinal)
         base |= {b: self._pinned(program.step, b) for b in fetched}
         for buffer in trace.buffers_of(BufferKind.INPUT):
-            base[buffer] = room.inputs[program.step, trace.buffers[buffer].name]
+            base[buffer] = room.arenas[program.step].storage(trace.buffers[buffer].name)
         base |= {b: self.state.buffer(room.number, program, b) for b in self._state_buffers(program)}
         for index, found in enumerate(trace.buffers):
             if found.size_bytes == 0 and index not in base:  # never sent, but any launch may name it
@@ -282,7 +281,7 @@ class DeviceGraphs:
 
     def _allocate_for(self, room: MicrobatchBuffers, program: Program) -> None:
         """Zeros are valid indices."""
-        trace, card = self.traces[program.step], self.device.card
+        trace = self.traces[program.step]
         for index in self._state_buffers(program):
             self.state.buffer(room.number, program, index)
         self.state.slots(room.number, program)
@@ -293,13 +292,8 @@ class DeviceGraphs:
         for buffer in (trace.buffers[b] for b in trace.buffers_of(BufferKind.INPUT)):
             places[buffer.name] = total, buffer.size_bytes
             total += -(-buffer.size_bytes // ALIGN) * ALIGN
-        arena = InputArena(torch.zeros(total, dtype=torch.uint8, device=card), places)
-        room.arenas[program.step] = arena
-        for name, (start, size) in places.items():
-            place = arena.contents.data_ptr() + start
-            empty = torch.empty(0, dtype=torch.uint8, device=card)
-            found = driver.bytes_at(place, size, self.device.ordinal) if size else empty
-            room.inputs[program.step, name] = found.untyped_storage()
+        zeros = torch.zeros(total, dtype=torch.uint8, device=self.device.card)
+        room.arenas[program.step] = InputArena(zeros, places)
 
     def _check_memory(self, new: Sequence[Program]) -> None:
         number, card = self.device.number, self.device.card

@@ -9,6 +9,7 @@ begins is kept.
 
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -85,7 +86,7 @@ class Host(Shared):
         # After each end the flags are checked once more.
         self._in_flight: set[int] = set()
         self._num_ended = 0
-        self._cancelled: dict[int, None] = {}
+        self._cancelled: deque[int] = deque(maxlen=REMEMBERED)
         self._early: dict[int, list[tuple[LinkFrame, memoryview]]] = {}
         self._changed = threading.Condition()
         self._is_closed = False
@@ -127,9 +128,7 @@ class Host(Shared):
                 if self._current.get(microbatch) == run:
                     del self._current[microbatch]
                 self._early.pop(run, None)
-                self._cancelled[run] = None
-                while len(self._cancelled) > REMEMBERED:
-                    del self._cancelled[next(iter(self._cancelled))]
+                self._cancelled.append(run)
             self._changed.notify_all()
 
     def close(self) -> None:

@@ -38,7 +38,6 @@ class StepTimes:
     stamp_us: float
     # (microseconds, relative error)
     launches: tuple[tuple[float, float], ...]
-    alone_us: float = 0.0
 
 
 def whole_plan(unit: ir.WorkUnit, cluster: ir.Cluster, device: int) -> ir.Plan:
@@ -94,9 +93,9 @@ class UnitOnDevice:
             for step, count in enumerate(self.unit.counts):
                 for run in range(count):
                     given = request.inputs(step, run, found[-1] if found else {})
-                    for (of_step, name), storage in room.inputs.items():
-                        if of_step == step and name in given:
-                            _put(storage, given[name])
+                    arena = room.arenas[step]
+                    for name in arena.places.keys() & given.keys():
+                        _put(arena.storage(name), given[name])
                     made = self.graph(step).replay()
                     found.append({name: tensor.clone() for name, tensor in made.items()})
             self.stream.synchronize()
@@ -116,11 +115,9 @@ def measure(
 ) -> tuple[tuple[ir.Costs, ...], list[list[StepTimes]]]:
     """Costs of every step, and times[device][step]. Devices must not be dilated."""
     devices = range(len(cluster.devices))
-    alone, whole, samples = _timed(unit, cluster, weights, request)
+    whole, samples = _timed(unit, cluster, weights, request)
     steps = range(len(unit.graphs))
-    times = [
-        [without_stamps(whole[d][step], samples[d][step], alone[d][step]) for step in steps] for d in devices
-    ]
+    times = [[without_stamps(whole[d][step], samples[d][step]) for step in steps] for d in devices]
     costs = tuple(
         _costs(graph.trace.digest, cluster, [device_times[step] for device_times in times])
         for step, graph in enumerate(unit.graphs)
@@ -143,7 +140,7 @@ def scale_of(plan: ir.Plan, weights: Tensors, request: Request) -> TimeScale:
     return choose_scale(targets, [row[0].us for costs in own for row in costs.costs], sharing)
 
 
-def without_stamps(whole_us: float, samples: Sequence[Sequence[float]], alone_us: float = 0.0) -> StepTimes:
+def without_stamps(whole_us: float, samples: Sequence[Sequence[float]]) -> StepTimes:
     raw = [statistics.median(row) for row in samples]
     low, high = 0.0, max(raw, default=0.0)
     for _ in range(50):
@@ -156,7 +153,7 @@ def without_stamps(whole_us: float, samples: Sequence[Sequence[float]], alone_us
     factor = whole_us / sum(own) if own else 1.0
     errors = [_spread(row) / max(us, FLOOR_US) for row, us in zip(samples, own, strict=True)]
     launches = tuple((us * factor, max(0.01, error)) for us, error in zip(own, errors, strict=True))
-    return StepTimes(whole_us, low, launches, alone_us)
+    return StepTimes(whole_us, low, launches)
 
 
 def _spread(row: Sequence[float]) -> float:
@@ -176,8 +173,8 @@ def _costs(digest: str, cluster: ir.Cluster, times: Sequence[StepTimes]) -> ir.C
 
 def _timed(
     unit: ir.WorkUnit, cluster: ir.Cluster, weights: Tensors, request: Request
-) -> tuple[list[list[float]], list[list[float]], list[list[list[list[float]]]]]:
-    """(step alone, step beside the others, samples of launches beside the others), each [device][step]."""
+) -> tuple[list[list[float]], list[list[list[list[float]]]]]:
+    """(step, samples of launches), beside the other devices of the card, each [device][step]."""
     devices, steps = range(len(cluster.devices)), range(len(unit.graphs))
 
     @contextmanager
@@ -198,7 +195,7 @@ def _timed(
     with opened(is_profiled=True) as stamped:
         load = [CardLoad(stamped, d, alone) for d in devices]
         samples = [[_samples(stamped[d], step, load[d]) for step in steps] for d in devices]
-    return alone, whole, samples
+    return whole, samples
 
 
 class CardLoad:

@@ -37,7 +37,15 @@ class InputArena:
     """One copy brings all inputs of a step."""
 
     contents: torch.Tensor
+    # Offset and bytes.
     places: Mapping[str, tuple[int, int]]
+
+    def storage(self, name: str) -> Storage:
+        start, size = self.places[name]
+        if not size:
+            return _zeros(0, self.contents.device)
+        ordinal = self.contents.device.index
+        return driver.bytes_at(self.contents.data_ptr() + start, size, ordinal).untyped_storage()
 
 
 @dataclass
@@ -52,9 +60,8 @@ class MicrobatchBuffers:
     pool: Any
     # Address of the pinned word with its graph's position.
     mark: int = 0
-    # By step, and by (step, name).
+    # By step.
     arenas: dict[int, InputArena] = field(default_factory=dict)
-    inputs: dict[tuple[int, str], Storage] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
