@@ -20,7 +20,7 @@ from tessera.ir.files import FORMAT_VERSION
 
 # Only this machine reaches loopback addresses.
 LOOPBACK_SECRET = b"tessera on loopback"
-PROBE_S, RETRY_S = 5.0, 0.2
+PROBE_S, RETRY_S, LOOK_S = 5.0, 0.2, 0.01
 LINGER_S = 2.0
 
 
@@ -71,17 +71,9 @@ class EngineAddress:
 
 
 class EngineConnection:
-    """For any thread of the worker. `connected` pumps until the connection is open; by default it opens in
-    the background.
-    """
+    """For any thread of the worker; opened in the background."""
 
-    def __init__(
-        self,
-        address: str,
-        secret: bytes = b"",
-        name: bytes = b"",
-        connected: Callable[[PeerConnection, Mailbox], None] = lambda connection, mailbox: None,
-    ) -> None:
+    def __init__(self, address: str, secret: bytes = b"", name: bytes = b"") -> None:
         self._changed = threading.Condition()
         self._values: dict[str, bytes] = {}
         self._is_over = False
@@ -93,12 +85,15 @@ class EngineConnection:
         self._news: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.mailbox = Mailbox()
         self._connection = self.mailbox.connect(address, self._hear, secret, name)
-        try:
-            connected(self._connection, self.mailbox)
-        except BaseException:
-            self.mailbox.close()
-            raise
         self.mailbox.start()
+
+    def wait_until_open(self, until_s: float) -> bool:
+        """False after the time, or if the secret is not the engine's."""
+        while not self._connection.is_open:
+            if self._connection.num_failed >= MAX_HANDSHAKES or time.monotonic() > until_s:
+                return False
+            time.sleep(LOOK_S)
+        return True
 
     def tell(self, message: messages.Message) -> None:
         """Raises OSError if the engine is gone."""
@@ -178,19 +173,14 @@ def connect_engine(
 
     Raises WorkerError if nobody answers, MismatchError if the secret is not the engine's.
     """
-    start_s = time.monotonic()
-
-    def connected(connection: PeerConnection, mailbox: Mailbox) -> None:
-        until_s = time.monotonic() + max(patience_s, MAX_HANDSHAKES * HANDSHAKE_MS * 1e-3)
-        while not connection.is_open:
-            mailbox.pump(RETRY_S)
-            if connection.num_failed >= MAX_HANDSHAKES or time.monotonic() > until_s:
-                message = "no engine answers there, or one with another secret"
-                remedy = "Use one --secret-file, and check --rendezvous."
-                raise MismatchError(message, remedy, address.place)
-
-    _probe(address, start_s, patience_s, again_s)
-    return EngineConnection(f"tcp://{address.place}", address.secret, connected=connected)
+    _probe(address, time.monotonic(), patience_s, again_s)
+    engine = EngineConnection(f"tcp://{address.place}", address.secret)
+    if not engine.wait_until_open(time.monotonic() + max(patience_s, MAX_HANDSHAKES * HANDSHAKE_MS * 1e-3)):
+        engine.mailbox.close()
+        message = "no engine answers there, or one with another secret"
+        remedy = "Use one --secret-file, and check --rendezvous."
+        raise MismatchError(message, remedy, address.place)
+    return engine
 
 
 def _probe(address: EngineAddress, start_s: float, patience_s: float, again_s: float | None) -> None:

@@ -10,7 +10,6 @@ its child.
 import multiprocessing
 import os
 import resource
-import select
 import signal
 import sys
 import threading
@@ -18,7 +17,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import context, forkserver
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -112,9 +111,7 @@ class LocalProcess:
 
 
 def _has_ended(pid_fd: int, timeout_s: float) -> bool:
-    poll = select.poll()
-    poll.register(pid_fd, select.POLLIN)
-    return bool(poll.poll(1e3 * timeout_s))
+    return bool(wait([pid_fd], timeout_s))
 
 
 class _Handed:

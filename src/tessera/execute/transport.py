@@ -11,7 +11,6 @@ A transport never blocks the worker's thread.
 
 import mmap
 import os
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -43,6 +42,7 @@ Post = Callable[[Any], None]
 # Called with a run.
 Move = Callable[[int], object]
 Words = npt.NDArray[np.int64]
+NOTHING = memoryview(b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,7 @@ class TransferArrived:
     number: int
     start_s: float
     stop_s: float
+    contents: memoryview = NOTHING
 
 
 def shared_bytes(path: Path, size: int) -> torch.Tensor:
@@ -114,6 +115,9 @@ class Transport(ABC):
     def poll(self) -> Sequence[TransferArrived] | None:
         return None
 
+    def hold(self, news: TransferArrived) -> None:
+        """Its bytes, if they came with it, will be fetched."""
+
     def forget(self, run: int, microbatch: int | None) -> None:
         """Bytes of this run will not be fetched. `microbatch`: whose last run it is; None: an older one."""
 
@@ -121,7 +125,7 @@ class Transport(ABC):
         """Adds lanes."""
 
     def arrived(self, peer: int, frame: LinkFrame, contents: memoryview) -> None:
-        self._post(TransferArrived(frame.run, frame.transfer, frame.sent_s, time.monotonic()))
+        self._post(TransferArrived(frame.run, frame.transfer, frame.sent_s, time.monotonic(), contents))
 
 
 class Arenas:
@@ -278,9 +282,7 @@ class OverHost(Transport):
     """The bytes follow the frame over the link, and are held until fetched."""
 
     def __init__(self, setup: Setup, links: Links, post: Post) -> None:
-        self._lock = threading.Lock()
         self._held: dict[tuple[int, int], memoryview] = {}
-        self._forgotten: set[int] = set()
         super().__init__(setup, links, post)
 
     def sender(self, program: Program, microbatch: int, number: int, contents: torch.Tensor) -> Move:
@@ -289,8 +291,7 @@ class OverHost(Transport):
 
     def receiver(self, program: Program, microbatch: int, number: int, into: torch.Tensor) -> Move:
         def receive(run: int) -> None:
-            with self._lock:
-                held = self._held.pop((run, number))
+            held = self._held.pop((run, number))
             if len(held) != into.numel():
                 raise WorkerError(f"a transfer of {into.numel()} bytes arrived as {len(held)}")
             if len(held):
@@ -299,17 +300,11 @@ class OverHost(Transport):
         return receive
 
     def forget(self, run: int, microbatch: int | None) -> None:
-        with self._lock:
-            self._forgotten.add(run)
-            for key in [k for k in self._held if k[0] == run]:
-                del self._held[key]
+        for key in [k for k in self._held if k[0] == run]:
+            del self._held[key]
 
-    def arrived(self, peer: int, frame: LinkFrame, contents: memoryview) -> None:
-        with self._lock:
-            if frame.run in self._forgotten:
-                return
-            self._held[frame.run, frame.transfer] = contents
-        super().arrived(peer, frame, contents)
+    def hold(self, news: TransferArrived) -> None:
+        self._held[news.run, news.number] = news.contents
 
 
 OPENERS: dict[str, Callable[[Setup, Links, Post], Transport]] = {SHM: SharedMemory, HOST: OverHost}

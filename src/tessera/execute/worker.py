@@ -76,6 +76,7 @@ class CpuWorker(DeviceWorker):
         if not isinstance(news, TransferArrived):
             super()._handle(news)
         elif news.run not in self._cancelled:
+            self._transport.hold(news)
             self._queue.deliver(news.run, news.number)
             self._arrivals.setdefault(news.run, []).append((news.number, news.start_s, news.stop_s))
 
@@ -259,18 +260,14 @@ def main(pipe: Pipe, folder: str) -> None:
     # Streams that share a hardware queue wait for one another. Read when CUDA starts, with the first weight.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     with contextlib.suppress(EOFError, OSError):
-        _serve_inherited(pipe)
+        setup = pipe.recv()
+        engine = EngineConnection(setup.engine, setup.secret, setup.name)
+        threading.Thread(target=_follow, args=(pipe, engine), daemon=True).start()
+        serve(setup, engine)
     # Releases shared CUDA tensors: the engine's torch warns at exit about held ones.
     gc.collect()
     _clean_up(folder)
     os._exit(0)  # threads may still wait for lost peers
-
-
-def _serve_inherited(pipe: Pipe) -> None:
-    setup = pipe.recv()
-    engine = EngineConnection(setup.engine, setup.secret, setup.name)
-    threading.Thread(target=_follow, args=(pipe, engine), daemon=True).start()
-    serve(setup, engine)
 
 
 def _follow(pipe: Pipe, engine: EngineConnection) -> None:

@@ -46,7 +46,7 @@ class DeviceGraphs:
         us: Sequence[Sequence[float]] = (),
         scale: float = 1.0,
         is_profiled: bool = False,
-        transport: Callable[[GpuDevice], GpuTransport] | None = None,
+        transport: Callable[[int], GpuTransport | None] = lambda ordinal: None,
     ) -> None:
         """`us[step][launch]`: modelled time here. `scale`: see `pace`. `is_profiled`: stamp every launch and
         send, a few microseconds each.
@@ -62,7 +62,7 @@ class DeviceGraphs:
         # By address: given, and page-locked.
         self._locked: dict[int, tuple[Storage, Storage]] = {}
         card = self.device.card
-        self.transport = transport(self.device) if transport is not None else None
+        self.transport = transport(self.device.ordinal)
         keeps_links = self.transport is None or self.transport.carries_records
         self.clockwork = Clockwork(
             cluster, number, self._us, num_microbatches, scale, is_profiled, card, keeps_links
@@ -298,28 +298,25 @@ class DeviceGraphs:
     def _check_memory(self, new: Sequence[Program]) -> None:
         number, card = self.device.number, self.device.card
         weights: dict[str, int] = {}
-        state: dict[tuple[str, int], int] = {}
         pages: dict[tuple[int, str], int] = {}
-        rings: dict[tuple[int, ...], int] = {}
+        # A microbatch's state, by name and size, and its places for fetched weights, by their sizes.
+        own: dict[tuple[object, ...], int] = {}
         for program in new:
             buffers = self.traces[program.step].buffers
             sizes = slot_bytes(self.traces[program.step], program, number)
-            rings[sizes] = SLOTS * sum(sizes)
-            for b in program.weights[number]:
-                held = self._weights.get(buffers[b].name)
-                if held is None or held.untyped_storage().device != card:
-                    weights[buffers[b].name] = buffers[b].size_bytes
-            for b in self._state_buffers(program):
-                name, size = buffers[b].name, buffers[b].size_bytes
-                if not is_shared(program, name):
-                    state[name, size] = size
-                elif name not in self.state.homes.get(program.home, {}):
-                    pages[program.home, name] = size
+            own[sizes] = SLOTS * sum(sizes)
+            for weight in (buffers[b] for b in program.weights[number]):
+                held = self._weights.get(weight.name)
+                if weight.name not in self._resident and (held is None or held.device != card):
+                    weights[weight.name] = weight.size_bytes
+            for state in (buffers[b] for b in self._state_buffers(program)):
+                if not is_shared(program, state.name):
+                    own[state.name, state.size_bytes] = state.size_bytes
+                elif state.name not in self.state.homes.get(program.home, {}):
+                    pages[program.home, state.name] = state.size_bytes
         known = {*(key[1:] for key in self.state.own), *(sizes for _, sizes in self.state.rings)}
-        weights = {n: size for n, size in weights.items() if n not in self._resident}
         inbox = self.transport.new_bytes(new, self.traces) if self.transport is not None else 0
-        own = (*state.items(), *rings.items())
-        each = sum(size for n, size in own if n not in known) + inbox // self.num_microbatches
+        each = sum(size for key, size in own.items() if key not in known) + inbox // self.num_microbatches
         size, num = sum(weights.values()), self.num_microbatches
         footprint = Footprint(self.device.record.name, size, each, num, num * each, sum(pages.values()))
         check_memory(footprint, torch.cuda.mem_get_info(card)[0], " that are free")

@@ -91,10 +91,6 @@ def choose_scale(
     return TimeScale(factor, 1.0 - missed / total if total else 1.0)
 
 
-def launch_hold(us: float, scale: float, left_us: float = 0.0) -> Hold:
-    return Hold(round(us * scale * 1e3), left_ns=round(left_us * scale * 1e3))
-
-
 def link_hold(link: Link, num_bytes: int, scale: float) -> Hold:
     """A message occupies its wire while its bytes pass, and arrives a latency later."""
     return Hold(round(link.wire_us(num_bytes) * scale * 1e3), round(link.latency_us * scale * 1e3))
@@ -155,9 +151,9 @@ class Clockwork:
         runs = [(at, x.launch) for at, x in enumerate(column) if isinstance(x, Run)]
         if not self._is_dilated:
             return {launch: STAMP for _, launch in runs} if self._is_profiled else {}
-        us = self._us[program.step]
+        us, ns = self._us[program.step], self._scale * 1e3
         left = until_wait(column, lambda x: us[x.launch] if isinstance(x, Run) else 0.0)
-        holds = {launch: launch_hold(us[launch], self._scale, left[at]) for at, launch in runs}
+        holds = {n: Hold(round(us[n] * ns), left_ns=round(left[at] * ns)) for at, n in runs}
         return {n: hold for n, hold in holds.items() if hold.hold_ns or self._is_profiled}
 
     def _transfers(self, program: Program) -> dict[int, Hold]:

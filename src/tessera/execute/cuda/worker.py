@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,7 @@ class CudaWorker(DeviceWorker):
             setup.microbatches,
             scale=setup.scale,
             is_profiled=setup.is_profiled,
-            transport=_opener(setup, engine, self._links),
+            transport=partial(_open_transport, setup, engine, self._links),
         )
         self._state = self._graphs.state
         self._clock = GpuClock.of(self._graphs.device) if setup.is_profiled else None
@@ -300,22 +301,20 @@ class CudaWorker(DeviceWorker):
             super()._clear(microbatch, lane)
 
 
-def _opener(
-    setup: messages.Setup, engine: EngineConnection, links: Links
-) -> "Callable[[GpuDevice], GpuTransport] | None":
+def _open_transport(
+    setup: messages.Setup, engine: EngineConnection, links: Links, ordinal: int
+) -> GpuTransport | None:
     if len(setup.cluster.devices) < 2:
         return None
-
-    def open_transport(device: GpuDevice) -> GpuTransport:
-        if setup.transport == "ipc":
-            return Ipc(setup, device.ordinal, engine)
-        if setup.transport == "nvshmem":
-            return Nvshmem(setup, device.ordinal, engine)
-        if setup.transport == "shm":
-            return Shared(setup, device.ordinal)
-        return Host(setup, device.ordinal, links)
-
-    return open_transport
+    match setup.transport:
+        case "ipc":
+            return Ipc(setup, ordinal, engine)
+        case "nvshmem":
+            return Nvshmem(setup, ordinal, engine)
+        case "shm":
+            return Shared(setup, ordinal)
+        case _:
+            return Host(setup, ordinal, links)
 
 
 def _hold_s(setup: messages.Setup) -> Callable[[int, int], tuple[float, float]]:
