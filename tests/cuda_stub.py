@@ -115,7 +115,7 @@ def _bytes_at(address: int, num_bytes: int, ordinal: int) -> torch.Tensor:
 
 
 def _capture(self: Any) -> list[Any]:
-    if not self.share.is_rehearsed:
+    if not self.is_rehearsed:
         self._rehearse()
     issued: list[Any] = []
 

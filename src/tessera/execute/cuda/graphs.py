@@ -15,7 +15,7 @@ from tessera.execute import driver
 from tessera.execute.cuda.device import GpuDevice
 from tessera.execute.cuda.direct import PeerAway
 from tessera.execute.cuda.pace import Clockwork
-from tessera.execute.cuda.share import InputArena, MicrobatchBuffers, Share, ShareGraph
+from tessera.execute.cuda.share import InputArena, MicrobatchBuffers, ShareGraph
 from tessera.execute.cuda.transport import ALIGN, GpuTransport, is_move_of_state
 from tessera.execute.launcher import Launcher
 from tessera.execute.memory import (
@@ -206,7 +206,7 @@ class DeviceGraphs:
             self.transport.meet(number)
         of = (program, number, self.traces[step], room, base, slots, self.launchers[step])
         flags = (self._is_short(step), number in self._rehearsed)
-        made = ShareGraph(Share(*of, self.device, self.transport, self.clockwork, *flags))
+        made = ShareGraph(*of, self.device, self.transport, self.clockwork, *flags)
         self._rehearsed.add(number)
         return made
 

@@ -64,8 +64,8 @@ class MicrobatchBuffers:
     arenas: dict[int, InputArena] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Share:
+@dataclass(eq=False)
+class ShareGraph:
     program: Program
     # Counted by the transport.
     number: int
@@ -81,20 +81,17 @@ class Share:
     is_short: bool
     is_rehearsed: bool
 
-
-class ShareGraph:
-    def __init__(self, share: Share) -> None:
-        self.share, self.program, self.trace = share, share.program, share.trace
-        self.pace = share.clockwork.pace(share.program)
-        column = share.program.instructions[share.device.number]
+    def __post_init__(self) -> None:
+        self.pace = self.clockwork.pace(self.program)
+        column = self.program.instructions[self.device.number]
         rows = len(self.trace.launches) + len(self.program.transfers)
         is_timed = bool(self.pace.launches or self.pace.transfers)
         self.records = torch.zeros(
-            rows if is_timed else 0, RECORD_WORDS, dtype=torch.int64, device=share.device.card
+            rows if is_timed else 0, RECORD_WORDS, dtype=torch.int64, device=self.device.card
         )
         self.outputs: dict[str, torch.Tensor] = {}
-        late = late_at(self.trace, self.program, share.device.number)
-        is_cut = 0 < late < len(column) and not self.program.transfers and not share.slots
+        late = late_at(self.trace, self.program, self.device.number)
+        is_cut = 0 < late < len(column) and not self.program.transfers and not self.slots
         self._parts = [range(late), range(late, len(column))] if is_cut else [range(len(column))]
         self._graphs = self._capture()
 
@@ -112,10 +109,10 @@ class ShareGraph:
         return self.outputs
 
     def _capture(self) -> list[Any]:
-        if not self.share.is_rehearsed:
-            with torch.no_grad(), torch.cuda.stream(self.share.room.origin):
+        if not self.is_rehearsed:
+            with torch.no_grad(), torch.cuda.stream(self.room.origin):
                 self._rehearse()
-        self.share.device.synchronize()
+        self.device.synchronize()
         issue = _Issue(self, is_rehearsal=False)
         with torch.no_grad(), own_workspaces():
             graphs = [self._capture_part(issue, part) for part in self._parts]
@@ -123,7 +120,7 @@ class ShareGraph:
         return graphs
 
     def _capture_part(self, issue: "_Issue", part: range) -> Any:
-        graph, room = torch.cuda.CUDAGraph(), self.share.room
+        graph, room = torch.cuda.CUDAGraph(), self.room
         failure: Exception | None = None
         try:
             with torch.cuda.graph(graph, room.pool, room.origin, capture_error_mode="thread_local"):
@@ -144,9 +141,9 @@ class ShareGraph:
 
 
 class _Issue:
-    def __init__(self, graph: ShareGraph, is_rehearsal: bool) -> None:
-        self._share, self._records, self._is_rehearsal = graph.share, graph.records, is_rehearsal
-        share, program, device = graph.share, graph.program, graph.share.device
+    def __init__(self, share: ShareGraph, is_rehearsal: bool) -> None:
+        self._share, self._records, self._is_rehearsal = share, share.records, is_rehearsal
+        program, device = share.program, share.device
         self._program, self._room = program, share.room
         fill = torch.zeros if is_rehearsal else torch.empty
         self._memory = Memory(share.base, fresh(share.trace, device.card, fill))
@@ -159,7 +156,7 @@ class _Issue:
         self._leaving: dict[int, Any] = {}  # transfer -> mark of its send
         self._kept: list[Storage] = []
         self._arrivals: list[int] = []
-        pace, clock = Pace() if is_rehearsal else graph.pace, share.clockwork
+        pace, clock = Pace() if is_rehearsal else share.pace, share.clockwork
         self._pace = pace
         self._chain = Chain(device.pace_kernel, clock.queue, share.room.number) if pace.launches else None
         self._wires = {
