@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 import msgspec
 import numpy as np
@@ -373,10 +373,6 @@ class WorkerConfig:
         lanes = (programs for lane, programs in enumerate(self.programs) if lane not in self.dropped)
         return {program.home for programs in lanes for program in programs}
 
-    @property
-    def sendable(self) -> dict[str, Any]:
-        return {item.name: getattr(self, item.name) for item in fields(WorkerConfig)}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Setup(WorkerConfig):
@@ -422,7 +418,8 @@ def modelled_us(loaded: Lanes, device: int, first: int = 0) -> tuple[tuple[float
 
 def pack_config(setup: Setup) -> bytes:
     records = tuple(weight_of(name, tensor) for name, tensor in sorted(setup.weights.items()))
-    return msgspec.msgpack.encode(WorkerConfig(**setup.sendable | {"weight_records": records}))
+    sendable = {item.name: getattr(setup, item.name) for item in fields(WorkerConfig)}
+    return msgspec.msgpack.encode(WorkerConfig(**sendable | {"weight_records": records}))
 
 
 def unpack_config(packed: bytes) -> WorkerConfig:
@@ -462,7 +459,7 @@ def setup_of(config: WorkerConfig, weights: Mapping[str, torch.Tensor], secret: 
             remedy = f"Have the same {model} on every machine, or name its folder with --model."
             raise MismatchError(f"weight '{record.name}' here is not the engine's", remedy)
         own[record.name] = _laid_out(tensor.detach(), record.stride)
-    return Setup(**replace(config, weight_records=()).sendable, weights=own, secret=secret, host=host)
+    return Setup(**vars(config) | {"weight_records": ()}, weights=own, secret=secret, host=host)
 
 
 def weight_of(name: str, tensor: torch.Tensor) -> WeightRecord:

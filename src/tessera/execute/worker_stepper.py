@@ -427,17 +427,13 @@ def judge(program: Program, run: int, missing: Collection[int], told: Mapping[in
         if not isinstance(behind, Recv):
             return Verdict(device)
         source = program.transfers[behind.transfer].src
-        if source not in missing or _has_sent(program, source, behind.transfer, told[source].get(run)):
+        if source not in missing:
+            return Verdict(device, source)
+        begun = program.instructions[source][: told[source].get(run, -1) + 1]
+        if Send(behind.transfer) in begun:
             return Verdict(device, source)
         device = source
     return Verdict(device, is_certain=False)
-
-
-def _has_sent(program: Program, device: int, transfer: int, position: int | None) -> bool:
-    if position is None:
-        return False
-    column = program.instructions[device]
-    return any(isinstance(i, Send) and i.transfer == transfer for i in column[: position + 1])
 
 
 def whereabouts(graph: Graph, program: Program, device: int, position: int, what: str) -> str:

@@ -1,4 +1,4 @@
-"""Share: one device's share of one program, captured for one microbatch.
+"""ShareGraph: one device's share of one program, captured for one microbatch.
 
 It is one CUDA graph with launches, sends and waits (see `transport`). Without transfers and fetches it is two
 graphs: the first need not wait for late inputs. Launches go to a compute stream in program order, sends to a
