@@ -28,6 +28,7 @@ from tessera.execute.mailbox import Hangup, Mailbox, PeerConnection
 from tessera.execute.processes import FORKSERVER, LocalProcess, warm_up
 from tessera.execute.rendezvous import MAX_ASKED_BYTES, Board, Rendezvous, WorkerGroup
 from tessera.execute.stepper import DeviceState, DeviceStatus
+from tessera.execute.transport import RESTART_TOGETHER
 
 # Time to leave before a worker is killed: when the hub stops, and when it is lost.
 STOP_TIMEOUT_S, LEAVE_S = 5.0, 0.2
@@ -123,6 +124,10 @@ class Hub:
         self._store = Board(self._tell)
         self._threads: list[threading.Thread] = []
         self._is_over = threading.Event()
+
+    @property
+    def restarts_together(self) -> bool:
+        return self.setups[0].transport in RESTART_TOGETHER
 
     def start(self) -> None:
         home = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

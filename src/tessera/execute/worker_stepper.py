@@ -21,7 +21,7 @@ from tessera.execute.memory import Footprint, Programs, check_fits, footprints, 
 from tessera.execute.moves import Moves, MoveUnderWay
 from tessera.execute.processes import FORKSERVER
 from tessera.execute.runs import Runs
-from tessera.execute.transport import AUTO, RESTART_TOGETHER, resolve
+from tessera.execute.transport import AUTO, resolve
 from tessera.ir import BufferKind, Graph, Plan, Program, Recv, Send
 
 MakeHub = Callable[[Sequence[messages.Setup]], Hub]
@@ -350,7 +350,7 @@ class WorkerStepper(Runs):
         place = f"device {self._names[device]}"
         message = str(WorkerError(f"{what} ({lost.how}), {where}", remedy or REMEDY, place))
         self._tell_lost(device, message, lost, is_certain)
-        if self.hub.setups[0].transport not in RESTART_TOGETHER:
+        if not self.hub.restarts_together:
             return
         for other, name in enumerate(self._names):
             if other != device:
