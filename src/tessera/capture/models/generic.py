@@ -49,10 +49,6 @@ def newest(hidden: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
     return hidden[torch.arange(hidden.shape[0], device=hidden.device), last]
 
 
-def choose(logits: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {"logits": logits, "next_tokens": logits.argmax(-1)}
-
-
 def check_length(config: Any, step: Step) -> int:
     capacity, most = step.context + step.reserve, getattr(config, "max_position_embeddings", None)
     if most is not None and capacity > most:
@@ -446,7 +442,8 @@ class CachedSteps:
 def _results(made: Any, cache: str) -> dict[str, torch.Tensor]:
     logits = getattr(made, "logits", None)
     if isinstance(logits, torch.Tensor) and logits.dim() == 3:
-        return choose(logits[:, -1])
+        newest_logits = logits[:, -1]
+        return {"logits": newest_logits, "next_tokens": newest_logits.argmax(-1)}
     return {n: t for n, t in flatten(made).items() if not n.startswith((cache, "encoder_"))}
 
 

@@ -37,20 +37,6 @@ def grid_of(num_tokens: int) -> tuple[int, int]:
     return height, num_tokens // height
 
 
-class _Boundaries(list[int]):
-    """The two operations of the tower: subtract and list."""
-
-    def __getitem__(self, key: Any) -> Any:
-        found = super().__getitem__(key)
-        return _Boundaries(found) if isinstance(key, slice) else found
-
-    def __sub__(self, other: list[int]) -> "_Boundaries":
-        return _Boundaries(a - b for a, b in zip(self, other, strict=True))
-
-    def tolist(self) -> list[int]:
-        return list(self)
-
-
 def _encode(model: Any, step: Step) -> Workload:
     from transformers import vision_utils
 
@@ -63,8 +49,7 @@ def _encode(model: Any, step: Step) -> Workload:
         sides = (merge, config.window_size, config.patch_size)
         order, windows = (t.tolist() for t in vision_utils.get_vision_window_index(grids, *sides))
         patch_places = vision_utils.get_vision_position_ids(grids, merge).tolist()
-    images = _Boundaries(i * num_patches for i in range(step.batch + 1))
-    pieces = _Boundaries(windows)
+    images, pieces = np.arange(step.batch + 1) * num_patches, np.array(windows)
     patch = config.in_channels * config.temporal_patch_size * config.patch_size**2
     places, index = torch.tensor(patch_places), torch.tensor(order)
 
