@@ -118,9 +118,9 @@ def test_a_policy_that_misses_the_limit_in_rehearsal_is_drafted_for_a_lower_one(
 
 def test_a_quick_plan_is_refused_only_after_drafts_for_lower_limits() -> None:
     """A single rehearsal that misses the limit does not show that no service keeps it."""
-    load = Load(1024, 256, tpot_ms=50.0)
-    quick = replace(fluid("emu:h20", load), config=QUICK_FLUID)
-    plan = plan_service([quick], no_plan, rehearsed(1.0, 1.5))
+    load = Load(1024, 256, tpot_ms=100.0)
+    quick = replace(fluid("emu:h20,emu:l40s", load), config=QUICK_FLUID, devices=(0,))
+    plan = plan_service([quick], no_plan, rehearsed(1.0, 2.0))
 
     assert plan.expected is not None
     assert plan.expected.is_within(load)
