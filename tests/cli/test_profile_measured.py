@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from commands import answer, call
+from measured_factory import FakeTimer
 from tessera.cli import _main
 from tessera.ir import Costs, Plan, Source, load
 
@@ -134,6 +135,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(
 ) -> None:
     """One warning; a store that was asked for is missed."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "d.trace" / "no"))
+    monkeypatch.setattr("tessera.flow.make_timer", lambda *given: FakeTimer())
     words = ("profile", folder / "d.trace", "--devices", "cpu", "-o", folder / "y.costs")
 
     code, _, err = call(*words, capsys=capsys)

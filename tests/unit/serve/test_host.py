@@ -8,6 +8,7 @@ import random
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 import transformers
 
+from measured_factory import FakeTimer
 from packed_factory import generated, write_folder
 from serving_factory import GREEDY, read, wait_for
 from tessera import flow
@@ -40,36 +42,19 @@ GBPS, LAUNCH_US = 0.5, 20.0
 SPEC = ServeSpec(microbatches=1, rows=4, capacity=96, max_batch_tokens=16, effort="quick")
 
 
-class HostTimer:
-    """Times of a host, whatever machine this is: those of its weights' bytes."""
-
-    cache_bytes, remarks = 1 << 21, ()
-
-    def __init__(self, trace: Trace) -> None:
-        self._trace = trace
-
-    def identity(self) -> dict[str, str]:
-        return {"device": f"a host of {GBPS} GB/s"}
-
-    def clock_mhz(self) -> None:
-        return None
-
-    def time(self, launch: int, cold: frozenset[int], enough: object) -> list[float]:
-        read = {access.buffer for access in self._trace.launches[launch].accesses}
-        weights = read.intersection(self._trace.buffers_of(BufferKind.WEIGHT))
-        num_bytes = sum(self._trace.buffers[buffer].size_bytes for buffer in weights)
-        return [LAUNCH_US + num_bytes / (GBPS * 1e3)] * 8
-
-    def run(self, launch: int) -> None:
-        """Its times need no inputs."""
+def host_us(trace: Trace, launch: int) -> float:
+    """By the weights' bytes, whatever machine this is."""
+    read = {access.buffer for access in trace.launches[launch].accesses}
+    weights = read.intersection(trace.buffers_of(BufferKind.WEIGHT))
+    return LAUNCH_US + sum(trace.buffers[buffer].size_bytes for buffer in weights) / (GBPS * 1e3)
 
 
 def prepared(model: str, memory: str, folder: Path) -> Prepared:
-    """Priced by `HostTimer`; nothing that this machine's CPU once took is read."""
+    """Its host's launches are not timed on this machine's CPU, now or earlier."""
     cluster = wire(cap_memory(parse_devices(f"{CARD},{HOST}"), [f"{CARD}={memory}"]))
     links = tuple(replace(link, fetch_gbps=GBPS) for link in cluster.links)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flow, "make_timer", lambda trace, device: HostTimer(trace))
+        patch.setattr(flow, "make_timer", lambda trace, device: FakeTimer(partial(host_us, trace), mhz=None))
         patch.setenv("XDG_CACHE_HOME", str(folder))
         return prepare(model, replace(cluster, links=links), SPEC)
 

@@ -11,10 +11,12 @@ from benchmarks.coverage_models import MODELS
 
 import steps_factory as factory
 from engine_factory import with_memory_of
+from measured_factory import FakeTimer
 from own_code import reference
 from paged_mixer import Mixer, generated, plain_model
 from sampling import num_layers
 from serving_factory import GREEDY, read_all, wait_for
+from tessera import flow
 from tessera.capture import build, record
 from tessera.cli.start import Phases
 from tessera.errors import CaptureError, DeviceMemoryError, PlanInfeasible, TesseraError, UnknownName
@@ -338,6 +340,9 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two steps are measured, one warning is said, and the service is planned."""
+    timers = [FakeTimer(), FakeTimer()]
+    given = iter(timers)
+    monkeypatch.setattr(flow, "make_timer", lambda trace, device: next(given))
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     made = prepare(
@@ -348,6 +353,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
 
     assert 1 == len(made.plans)
+    assert all(timer.timed for timer in timers)
     assert 1 == len(said)
     assert "cannot be written" in said[0]
 
