@@ -64,12 +64,13 @@ def is_known(model: str) -> bool:
 
 def cases(is_quick: bool) -> list[OfflineCase]:
     """Placements take longest: quick ones are of one pair."""
+    known = [(model, how) for model, how in STEPWISE.items() if is_known(model)]
     return [
         OfflineCase(pair, model, policy, False)
         for pair in PAIRS
-        for model, how in STEPWISE.items()
+        for model, how in known
         for policy in POLICIES
-        if is_known(model) and not (policy == "prefill_decode" and len(how.steps) < 2)
+        if not (policy == "prefill_decode" and len(how.steps) < 2)
         if not (is_quick and policy == "kernel_disaggregation" and pair != "a100_l40s")
     ]
 
