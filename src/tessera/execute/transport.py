@@ -129,16 +129,16 @@ class Transport(ABC):
 
 
 class Arenas:
-    """Memory of the host that transfers land in: by default shared, in files of the session's folder.
+    """Shared memory of transfers, in files of the session's folder.
 
     Each transfer of a program has a fixed place per microbatch, also after a restart. The microbatch's next
     run, which cannot overtake the last one (`overlap`), reuses it. Programs that need as much, up to the next
     power of two, share a file.
     """
 
-    def __init__(self, setup: Setup, make: Callable[[Path, int], torch.Tensor] = shared_bytes) -> None:
+    def __init__(self, setup: Setup, opened: Callable[[torch.Tensor], None] = lambda shared: None) -> None:
         self._device, self._folder, self._microbatches = setup.device, setup.folder, setup.microbatches
-        self._make = make
+        self._opened = opened
         # ("arena" or "flags", source, destination, bytes per microbatch)
         self._arenas: dict[tuple[str, int, int, int], torch.Tensor] = {}
         # (source, destination, program's identity) -> transfer -> offset, and bytes per microbatch
@@ -159,14 +159,6 @@ class Arenas:
         shared = self._shared("flags", src, dst, stride)[microbatch * stride : (microbatch + 1) * stride]
         return shared.numpy().view(np.int64)
 
-    def all_flags(self, src: int, dst: int) -> list[Words]:
-        """By microbatch and transfer."""
-        return [
-            shared.numpy().view(np.int64).reshape(self._microbatches, -1)
-            for (kind, *ends, _), shared in self._arenas.items()
-            if kind == "flags" and ends == [src, dst]
-        ]
-
     def open(self, programs: Sequence[Program]) -> None:
         for program in programs:
             for number, found in enumerate(program.transfers):
@@ -185,7 +177,8 @@ class Arenas:
         key = kind, src, dst, stride
         if key not in self._arenas:
             path = Path(self._folder) / "-".join(map(str, key))
-            self._arenas[key] = self._make(path, stride * self._microbatches)
+            self._arenas[key] = shared_bytes(path, stride * self._microbatches)
+            self._opened(self._arenas[key])
             if kind == "flags" and src == self._device:  # set by a worker that was lost
                 self._arenas[key].zero_()
         return self._arenas[key]

@@ -460,7 +460,7 @@ def test_what_a_peer_sent_before_it_died_is_nobody_elses(monkeypatch: pytest.Mon
 
 def flags(transport: GpuTransport) -> list[int]:
     """Flags of what device 0 receives in the first program of microbatch 0."""
-    moved = transport.programs[0].transfers
+    moved = transport._inboxes.programs[0].transfers
     here = [transport._ends(InboxSpot(0, 0, n), 0)[1] for n, x in enumerate(moved) if x.dst == 0]
     return [ctypes.c_uint32.from_address(address).value for address in here]
 

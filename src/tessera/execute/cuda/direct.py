@@ -12,8 +12,7 @@ elements on one card need CUDA MPS with `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE` set 
 import ctypes
 import functools
 import os
-from abc import abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,11 @@ import torch
 from tessera.errors import WorkerError
 from tessera.execute import driver
 from tessera.execute.cuda.pace import RECORD_WORDS
-from tessera.execute.cuda.transport import GpuTransport, Inboxes, InboxSpot, Parcel
+from tessera.execute.cuda.transport import GpuTransport, InboxSpot, Parcel
 from tessera.execute.driver import MemOp
 from tessera.execute.engine_connection import EngineConnection, OwnerGone, key_of
 from tessera.execute.messages import Setup
 from tessera.execute.transport import WORD
-from tessera.ir import Program, Trace
 
 MEET_S = 120.0
 # The driver takes at most 256.
@@ -60,42 +58,9 @@ class DirectTransport(GpuTransport):
 
     def __init__(self, setup: Setup, ordinal: int, store: EngineConnection) -> None:
         super().__init__(setup, ordinal)
-        self._store, self._num = store, len(setup.cluster.devices)
-        self._inboxes = Inboxes(self._num, setup.microbatches)
-        # (device, inbox) -> address in this process.
-        self._bases: dict[tuple[int, int], int] = {}
+        self._store = store
         # Not a stream of the graphs, which wait.
         self._side = driver.new_stream(ordinal)
-
-    def add(self, programs: Sequence[Program], traces: Sequence[Trace]) -> None:
-        super().add(programs, traces)
-        known = [len(layouts) for layouts in self._inboxes.layouts]
-        self._inboxes.add(programs, traces)
-        if known != [len(layouts) for layouts in self._inboxes.layouts]:
-            self._allocate()
-
-    def new_bytes(self, programs: Sequence[Program], traces: Sequence[Trace]) -> int:
-        layout = self._inboxes.layout_for(programs, traces, self._device)
-        return 0 if layout in self._inboxes.layouts[self._device] else layout.total_bytes
-
-    @abstractmethod
-    def _allocate(self) -> None:
-        """Takes memory for new inboxes."""
-
-    def _base(self, program: int, device: int) -> int:
-        return self._bases[device, self._inboxes.layout(program, device).number]
-
-    def _record(self, spot: InboxSpot, device: int) -> int:
-        return self._base(spot.program, device) + self._inboxes.layout(spot.program, device).record(spot)
-
-    def _ends(self, spot: InboxSpot, device: int) -> tuple[int, int]:
-        base, start = self._base(spot.program, device), self._transfer(spot).start
-        flag = self._inboxes.layout(spot.program, device).flag(spot)
-        return base + self._inboxes.place(spot, device) + start, base + flag
-
-    def landed(self, spot: InboxSpot, num_bytes: int, stream: int) -> torch.UntypedStorage:
-        place = self._base(spot.program, self._device) + self._inboxes.place(spot, self._device)
-        return driver.bytes_at(place, num_bytes, self._ordinal).untyped_storage()
 
     def _zero(self, microbatch: int) -> None:
         for layout in self._inboxes.layouts[self._device]:
@@ -128,12 +93,13 @@ class Ipc(DirectTransport):
                 self._store.set(self._key(*key), memory.handle)
 
     def meet(self, program: int) -> None:
-        for dst in {t.dst for t in self.programs[program].transfers if t.src == self._device}:
-            self._base(program, dst)
+        transfers = self._inboxes.programs[program].transfers
+        for dst in {t.dst for t in transfers if t.src == self._device}:
+            self._target(program, dst)
 
     def reset(self, microbatch: int, program: int) -> None:
         super().reset(microbatch, program)
-        for number, transfer in enumerate(self.programs[program].transfers):
+        for number, transfer in enumerate(self._inboxes.programs[program].transfers):
             layout = self._inboxes.layout(program, transfer.dst)
             base = self._bases.get((transfer.dst, layout.number))
             if transfer.src == self._device and base is not None:
@@ -156,7 +122,7 @@ class Ipc(DirectTransport):
         for key in [k for k in self._bases if k[0] in devices]:
             driver.close_shared(self._bases.pop(key))
 
-    def _base(self, program: int, device: int) -> int:
+    def _target(self, program: int, device: int) -> int:
         key = (device, self._inboxes.layout(program, device).number)
         if key not in self._bases:
             try:
@@ -259,16 +225,18 @@ class Nvshmem(DirectTransport):
         self._bases |= {(device, layout.number): base for device, layout in new}
 
     def put(self, spot: InboxSpot, parcel: Parcel, stream: int) -> None:
-        library, (place, flag) = _library(), self._ends(spot, parcel.dst)
+        base, layout = self._target(spot.program, parcel.dst), self._inboxes.layout(spot.program, parcel.dst)
+        library, place = _library(), base + self._inboxes.place(spot, parcel.dst) + parcel.start
         if parcel.record:
-            record = (self._record(spot, parcel.dst), parcel.record, WORD * RECORD_WORDS)
+            record = (base + layout.record(spot), parcel.record, WORD * RECORD_WORDS)
             library.nvshmemx_putmem_on_stream(*record, parcel.dst, stream)
+        signal = (base + layout.flag(spot), 1, _SET)
         library.nvshmemx_putmem_signal_on_stream(
-            place, parcel.source, parcel.num_bytes, flag, 1, _SET, parcel.dst, stream
+            place, parcel.source, parcel.num_bytes, *signal, parcel.dst, stream
         )
 
     def wait(self, spot: InboxSpot, stream: int, marks: tuple[MemOp, MemOp]) -> None:
-        _, flag = self._ends(spot, self._device)
+        flag = self._base(spot.program) + self._inboxes.layout(spot.program, self._device).flag(spot)
         driver.mem_ops(stream, [marks[0]])
         _library().nvshmemx_signal_wait_until_on_stream(flag, _AT_LEAST, 1, stream)
         driver.mem_ops(stream, [MemOp(flag, 0, is_long=True), marks[1]])

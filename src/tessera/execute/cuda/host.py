@@ -1,26 +1,27 @@
-"""Transfers of a GPU through the host's memory, where graphs set flags and wait for them.
+"""Host: transfers through pinned memory and the worker's links, over any network.
 
-Shared: beside CPU workers of the same machine, in shared memory, without a thread.
+A sending graph copies to pinned memory and sets a flag there, which a thread per link polls. Arriving bytes
+are read into pinned memory and flagged; the receiver's graph waits for the flag, clears it and copies to the
+GPU. A transfer that arrives before its run begins is kept.
 
-Host: over any network. A sending graph copies to pinned memory and sets a flag there, which a thread per
-link polls. Arriving bytes are read into pinned memory and flagged. A transfer that arrives before its run
-begins is kept.
+Shared: beside CPU workers of the same machine, graphs use shared memory and flags there, without a thread.
 """
 
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
+from functools import cached_property
 
 import numpy as np
 import torch
 
 from tessera.execute import driver
-from tessera.execute.cuda.transport import GpuTransport, InboxSpot
+from tessera.execute.cuda.transport import GpuTransport, InboxLayout, InboxSpot
+from tessera.execute.driver import MemOp
 from tessera.execute.links import Links
 from tessera.execute.messages import LinkFrame, Setup
-from tessera.execute.transport import WORD, Arenas, Words, shared_bytes
+from tessera.execute.transport import WORD, Arenas
 from tessera.ir import Program, Trace
 
 # Runs with transfers that arrived before the run began.
@@ -29,42 +30,55 @@ MAX_EARLY = 4096
 REMEMBERED = 4096
 
 
-class Shared(GpuTransport):
-    """What arrives is copied to memory of the graph."""
+class _Mirror:
+    """Pinned memory laid out as one device's inbox."""
+
+    def __init__(self, layout: InboxLayout) -> None:
+        size = max(layout.total_bytes, WORD)
+        self.tensor = driver.pinned((size,))
+        self.address, self.layout = self.tensor.data_ptr(), layout
+        self.bytes = memoryview(self.tensor.numpy().data)
+        flags = layout.num_flags
+        self.flags = self.tensor.numpy()[: flags * WORD].view(np.int64)
+
+
+class _Staged(GpuTransport):
+    """Transfers land in the host's memory; graphs copy them to inboxes on the GPU."""
 
     carries_records = False
 
+    def _allocate(self) -> None:
+        card = driver.card(self._ordinal)
+        for layout in self._inboxes.layouts[self._device]:
+            if (self._device, layout.number) not in self._bases:
+                self._places.append(torch.zeros(max(1, layout.total_bytes), dtype=torch.uint8, device=card))
+                self._bases[self._device, layout.number] = self._places[-1].data_ptr()
+
+    @cached_property
+    def _places(self) -> list[torch.Tensor]:
+        return []
+
+    def wait(self, spot: InboxSpot, stream: int, marks: tuple[MemOp, MemOp]) -> None:
+        super().wait(spot, stream, marks)
+        transfer, (source, _) = self._transfer(spot), self._ends(spot, self._device)
+        place = self._base(spot.program) + self._inboxes.place(spot, self._device) + transfer.start
+        driver.copy(stream, place, source, transfer.num_bytes)
+
+
+class Shared(_Staged):
     def __init__(self, setup: Setup, ordinal: int) -> None:
         super().__init__(setup, ordinal)
-        self._arenas = Arenas(setup, self._memory)
-
-    @staticmethod
-    def _memory(path: Path, size: int) -> torch.Tensor:
-        shared = shared_bytes(path, size)
-        driver.pin(shared)
-        return shared
+        self._arenas = Arenas(setup, driver.pin)
 
     def add(self, programs: Sequence[Program], traces: Sequence[Trace]) -> None:
         super().add(programs, traces)
         self._arenas.open(programs)
 
-    def _place(self, spot: InboxSpot) -> torch.Tensor:
-        return self._arenas.place(self.programs[spot.program], spot.microbatch, spot.transfer)
-
-    def _flags(self, spot: InboxSpot) -> Words:
-        transfer = self._transfer(spot)
-        ends = transfer.src, transfer.dst
-        return self._arenas.flags(self.programs[spot.program], *ends, spot.microbatch)
-
     def _ends(self, spot: InboxSpot, device: int) -> tuple[int, int]:
-        return self._place(spot).data_ptr(), self._flags(spot).ctypes.data + WORD * spot.transfer
-
-    def landed(self, spot: InboxSpot, num_bytes: int, stream: int) -> torch.UntypedStorage:
-        card, transfer = driver.card(self._ordinal), self._transfer(spot)
-        landed = torch.empty(num_bytes, dtype=torch.uint8, device=card)
-        source, _ = self._ends(spot, self._device)
-        driver.copy(stream, landed.data_ptr() + transfer.start, source, transfer.num_bytes)
-        return landed.untyped_storage()
+        program, transfer = self._inboxes.programs[spot.program], self._transfer(spot)
+        place = self._arenas.place(program, spot.microbatch, spot.transfer)
+        flags = self._arenas.flags(program, transfer.src, transfer.dst, spot.microbatch)
+        return place.data_ptr(), flags.ctypes.data + WORD * spot.transfer
 
     def reset(self, microbatch: int, program: int) -> None:
         self._arenas.fill(microbatch, 0)
@@ -76,9 +90,10 @@ class Shared(GpuTransport):
         self._arenas.fill(microbatch, value, self._device)
 
 
-class Host(Shared):
+class Host(_Staged):
     def __init__(self, setup: Setup, ordinal: int, links: Links) -> None:
         super().__init__(setup, ordinal)
+        self._mirrors: list[list[_Mirror]] = [[] for _ in range(self._num)]
         # Run -> (microbatch, program); microbatch -> its last run, whose flagged transfers may still have to
         # be sent.
         self._runs: dict[int, tuple[int, int]] = {}
@@ -103,9 +118,13 @@ class Host(Shared):
             name = f"tessera-send-{dst}"
             threading.Thread(target=self._send_all, args=(dst,), name=name, daemon=True).start()
 
-    @staticmethod
-    def _memory(path: Path, size: int) -> torch.Tensor:
-        return driver.pinned((size,))
+    def _allocate(self) -> None:
+        for mirrors, layouts in zip(self._mirrors, self._inboxes.layouts, strict=True):
+            mirrors += [_Mirror(layout) for layout in layouts[len(mirrors) :]]
+        super()._allocate()
+
+    def _target(self, program: int, device: int) -> int:
+        return self._mirror(program, device).address
 
     def begin(self, microbatch: int, run: int, program: int) -> None:
         with self._changed:
@@ -131,6 +150,10 @@ class Host(Shared):
                 self._cancelled.append(run)
             self._changed.notify_all()
 
+    def reset(self, microbatch: int, program: int) -> None:
+        for device in range(len(self._mirrors)):
+            self._fill(microbatch, 0, device)
+
     def close(self) -> None:
         with self._changed:
             self._is_closed = True
@@ -150,15 +173,16 @@ class Host(Shared):
     def _land(self, frame: LinkFrame, contents: memoryview) -> None:
         with self._changed:
             microbatch, program = self._runs.get(frame.run, (-1, -1))
-        transfers = self.programs[program].transfers if microbatch >= 0 else ()
+        transfers = self._inboxes.programs[program].transfers if microbatch >= 0 else ()
         if frame.transfer >= len(transfers):
             return
         transfer = transfers[frame.transfer]
         if transfer.num_bytes != len(contents) or transfer.dst != self._device:
             return
-        spot = InboxSpot(microbatch, program, frame.transfer)
-        self._place(spot).numpy().data[:] = contents
-        self._flags(spot)[frame.transfer] = 1
+        spot, mirror = InboxSpot(microbatch, program, frame.transfer), self._mirror(program, self._device)
+        first = self._inboxes.place(spot, self._device) + transfer.start
+        mirror.bytes[first : first + len(contents)] = contents
+        mirror.flags[mirror.layout.flag(spot) // WORD] = 1
 
     def _send_all(self, dst: int) -> None:
         seen = 0
@@ -169,21 +193,38 @@ class Host(Shared):
                 if self._is_closed:
                     return
                 seen = self._num_ended
-                all_flags = self._arenas.all_flags(self._device, dst)
-            if not any(self._send_flagged(flags, dst) for flags in all_flags):
+                mirrors = list(self._mirrors[dst])
+            if not any(self._send_flagged(mirror, dst) for mirror in mirrors):
                 time.sleep(driver.LOOK_S)
 
-    def _send_flagged(self, flags: Words, dst: int) -> bool:
+    def _send_flagged(self, mirror: _Mirror, dst: int) -> bool:
         """Older runs first; True if there was something."""
-        found = np.argwhere(flags.copy()).tolist()  # graphs set flags meanwhile
+        found = np.flatnonzero(mirror.flags.copy())  # graphs set flags meanwhile
         flagged = []
-        for microbatch, number in found:
-            flags[microbatch, number] = 0
+        for word in found.tolist():
+            microbatch, number = divmod(word, mirror.layout.flags_each)
+            mirror.flags[word] = 0
             with self._changed:
                 run = self._current.get(microbatch)
                 if run is not None:  # else cancelled
-                    flagged.append((run, InboxSpot(microbatch, self._runs[run][1], number)))
-        for run, spot in sorted(flagged, key=lambda each: (each[0], each[1].transfer)):
-            frame = LinkFrame(run, spot.transfer, time.monotonic())
-            self._links.post(dst, frame, self._place(spot).numpy().data)
-        return bool(found)
+                    flagged.append((run, number, self._runs[run][1], microbatch))
+        for run, number, program, microbatch in sorted(flagged):
+            spot = InboxSpot(microbatch, program, number)
+            transfer = self._transfer(spot)
+            start = self._inboxes.place(spot, dst) + transfer.start
+            frame = LinkFrame(run, number, time.monotonic())
+            self._links.post(dst, frame, mirror.bytes[start : start + transfer.num_bytes])
+        return bool(found.size)
+
+    def _zero(self, microbatch: int) -> None:
+        for mirror in self._mirrors[self._device]:
+            start = mirror.layout.part(microbatch)
+            mirror.tensor[start : start + mirror.layout.bytes_each] = 0
+
+    def _fill(self, microbatch: int, value: int, device: int | None = None) -> None:
+        for mirror in self._mirrors[self._device if device is None else device]:
+            start, size = mirror.layout.flags(microbatch)
+            mirror.flags[start // WORD : (start + size) // WORD] = value
+
+    def _mirror(self, program: int, device: int) -> _Mirror:
+        return self._mirrors[device][self._inboxes.layout(program, device).number]

@@ -235,7 +235,7 @@ class _Issue:
             return
         for number in arrivals:
             hold = self._pace.transfers.get(number)
-            if hold is not None and hold.extra_ns:
+            if hold is not None and hold.extra_ns and self._transport().carries_records:
                 self._chain.arrive(self._transport().record(self._spot(number)), hold.extra_ns)
         if launch in self._pace.launches:
             self._chain.enter(self._records[launch], self._pace.launches[launch])
@@ -254,7 +254,7 @@ class _Issue:
                     self._chain.settle()
                 marks = (MemOp(self._room.mark, position + 1), MemOp(self._room.mark, position + 2))
                 transport.wait(self._spot(number), _handle(self._compute), marks)
-                place = transport.landed(self._spot(number), size, _handle(self._compute))
+            place = transport.landing(self._spot(number), size)
             self._arrivals.append(number)
         if is_move_of_state(self._program, number):
             home = self._share.base[transfer.buffer]
@@ -281,7 +281,7 @@ class _Issue:
                     wire.enter(record, hold)
                 wire.settle()
             place, told = source.data_ptr() + transfer.start, 0 if record is None else record.data_ptr()
-            parcel = Parcel(place, transfer.num_bytes, transfer.dst, told)
+            parcel = Parcel(place, transfer.start, transfer.num_bytes, transfer.dst, told)
             self._transport().put(self._spot(number), parcel, _handle(link))
         self._leaving[number] = _mark(link)
         self._kept.append(source)

@@ -63,11 +63,13 @@ class InboxLayout:
 class Inboxes:
     def __init__(self, num_devices: int, microbatches: int) -> None:
         self._microbatches = microbatches
+        self.programs: list[Program] = []
         # Per device; per program its inbox and the offsets of its transfers.
         self.layouts: list[list[InboxLayout]] = [[] for _ in range(num_devices)]
         self._used: list[list[tuple[InboxLayout, dict[int, int]]]] = [[] for _ in range(num_devices)]
 
     def add(self, programs: Sequence[Program], traces: Sequence[Trace]) -> None:
+        self.programs += programs
         for device, layouts in enumerate(self.layouts):
             layout = self.layout_for(programs, traces, device)
             if layout not in layouts:
@@ -114,6 +116,7 @@ def is_move_of_state(program: Program, transfer: int) -> bool:
 @dataclass(frozen=True, slots=True)
 class Parcel:
     source: int
+    start: int
     num_bytes: int
     dst: int
     # Address of the due record on a dilated device; 0: none.
@@ -124,50 +127,64 @@ class GpuTransport(ABC):
     carries_records = True
 
     def __init__(self, setup: Setup, ordinal: int) -> None:
-        self._device, self._ordinal = setup.device, ordinal
-        self.programs: list[Program] = []
+        self._device, self._ordinal, self._num = setup.device, ordinal, len(setup.cluster.devices)
+        self._inboxes = Inboxes(self._num, setup.microbatches)
+        # (device, inbox) -> address in this process.
+        self._bases: dict[tuple[int, int], int] = {}
 
     def add(self, programs: Sequence[Program], traces: Sequence[Trace]) -> None:
         """Every worker adds lanes in the same order."""
-        self.programs += programs
+        known = [len(layouts) for layouts in self._inboxes.layouts]
+        self._inboxes.add(programs, traces)
+        if known != [len(layouts) for layouts in self._inboxes.layouts]:
+            self._allocate()
 
     def new_bytes(self, programs: Sequence[Program], traces: Sequence[Trace]) -> int:
-        """Memory of the GPU that `add` will take."""
-        return 0
+        layout = self._inboxes.layout_for(programs, traces, self._device)
+        return 0 if layout in self._inboxes.layouts[self._device] else layout.total_bytes
+
+    @abstractmethod
+    def _allocate(self) -> None:
+        """Hook."""
 
     def meet(self, program: int) -> None:
         """Opens the destinations of a program before its capture, which allows no waiting."""
 
-    @abstractmethod
-    def _ends(self, spot: InboxSpot, device: int) -> tuple[int, int]:
-        """Addresses of a transfer's bytes and of its flag, at its destination."""
-
-    def _transfer(self, spot: InboxSpot) -> Transfer:
-        return self.programs[spot.program].transfers[spot.transfer]
-
-    def _record(self, spot: InboxSpot, device: int) -> int:
-        """Address of when a transfer was due, at its destination; 0 where records are not carried."""
-        return 0
+    def landing(self, spot: InboxSpot, num_bytes: int) -> torch.UntypedStorage:
+        place = self._base(spot.program) + self._inboxes.place(spot, self._device)
+        return driver.bytes_at(place, num_bytes, self._ordinal).untyped_storage()
 
     def record(self, spot: InboxSpot) -> torch.Tensor:
-        at = self._record(spot, self._device)
-        return driver.bytes_at(at, WORD * RECORD_WORDS, self._ordinal).view(torch.int64)
+        start = self._base(spot.program) + self._inboxes.layout(spot.program, self._device).record(spot)
+        return driver.bytes_at(start, WORD * RECORD_WORDS, self._ordinal).view(torch.int64)
+
+    def _base(self, program: int) -> int:
+        return self._bases[self._device, self._inboxes.layout(program, self._device).number]
+
+    def _target(self, program: int, device: int) -> int:
+        return self._bases[device, self._inboxes.layout(program, device).number]
+
+    def _ends(self, spot: InboxSpot, device: int) -> tuple[int, int]:
+        base, layout = self._target(spot.program, device), self._inboxes.layout(spot.program, device)
+        start = self._transfer(spot).start
+        return base + self._inboxes.place(spot, device) + start, base + layout.flag(spot)
+
+    def _transfer(self, spot: InboxSpot) -> Transfer:
+        return self._inboxes.programs[spot.program].transfers[spot.transfer]
 
     def put(self, spot: InboxSpot, parcel: Parcel, stream: int) -> None:
         place, flag = self._ends(spot, parcel.dst)
         driver.copy(stream, place, parcel.source, parcel.num_bytes)
-        if parcel.record and (record := self._record(spot, parcel.dst)):
-            driver.copy(stream, record, parcel.record, WORD * RECORD_WORDS)
+        if parcel.record and self.carries_records:
+            record = self._inboxes.layout(spot.program, parcel.dst).record(spot)
+            base = self._target(spot.program, parcel.dst)
+            driver.copy(stream, base + record, parcel.record, WORD * RECORD_WORDS)
         driver.mem_ops(stream, [MemOp(flag, 1)])
 
     def wait(self, spot: InboxSpot, stream: int, marks: tuple[MemOp, MemOp]) -> None:
         """Waits for the flag and clears it, between writes of this device's position."""
         _, flag = self._ends(spot, self._device)
         driver.mem_ops(stream, [marks[0], MemOp(flag, 1, is_wait=True), MemOp(flag, 0), marks[1]])
-
-    @abstractmethod
-    def landed(self, spot: InboxSpot, num_bytes: int, stream: int) -> torch.UntypedStorage:
-        """The buffer of which a part has arrived, behind a wait for it."""
 
     def begin(self, microbatch: int, run: int, program: int) -> None:
         """Before a run is launched."""
