@@ -178,9 +178,12 @@ class FolderText:
             if self._tokenizer.size <= len(self._special):
                 raise ValueError("it has special tokens alone")
             self._bytes: dict[int, bytes] = {}
+            written = [template, template]
             if not template and tokenizer.chat_template:
-                template = str(tokenizer.get_chat_template())
-        self._template = ChatTemplate(template) if template else None
+                written = [str(tokenizer.get_chat_template(tools=tools)) for tools in (None, [NO_VARIABLES])]
+        made = {one: ChatTemplate(one) for one in {*written} if one}
+        # Without and with tools.
+        self._templates = [made.get(one) for one in written]
         self._variables = {"tools": None, "documents": None, GENERATES: True, **named}
         # Longest first.
         self._marks = {word: chr(ord(FIRST) + number) for number, word in enumerate(words[:MAX_WORDS])}
@@ -193,12 +196,12 @@ class FolderText:
     def chat(
         self, messages: Messages, tools: Tools = (), most: int = NO_LIMIT, variables: Variables = NO_VARIABLES
     ) -> list[int]:
-        if self._template is None:
+        if (template := self._templates[bool(tools)]) is None:
             remedy = "Use /v1/completions, or start the server with --chat-template."
             raise AskError("this model has no chat template", remedy, "messages")
         turns = [{**turn, "content": _shown(turn["content"])} for turn in messages]
         given = {"messages": self._mark(turns), "tools": self._mark(tools) if tools else None}
-        text = self._template.render({**self._variables, **self._mark(variables), **given})
+        text = template.render({**self._variables, **self._mark(variables), **given})
         if variables.get(CONTINUES):
             text = _open_end(text, self._mark(messages[-1]["content"].rpartition(MARK)[2]))
         tokens: list[int] = []

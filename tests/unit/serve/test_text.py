@@ -175,6 +175,20 @@ def test_a_text_that_goes_on_keeps_its_first_space(tmp_path: Path) -> None:
     assert told(text.reader(), after) == text.decode(after) == "black quartz"
 
 
+def test_a_template_for_tools_is_taken_where_there_are_tools(tmp_path: Path) -> None:
+    """A folder may have several templates by name, as those of Hermes 2 Pro and Command R."""
+    make_text_folder(tmp_path)
+    named = {"default": "plain", "tool_use": "{{ tools | length }} tools"}
+    given = [{"name": name, "template": template} for name, template in named.items()]
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": given}))
+    text, asked = open_text(str(tmp_path)), [{"role": "user", "content": "black"}]
+
+    assert text.decode(text.chat(asked)) == "plain"
+    assert text.decode(text.chat(asked, [{"type": "function"}])) == "1 tools"
+
+
 def test_ends_are_the_tokenizers_and_the_generations(text: Text) -> None:
     """generation_config.json goes before config.json."""
     assert {1, 5} == set(text.end)
