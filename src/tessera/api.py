@@ -2,8 +2,8 @@
 
     from tessera import LLM, plan, serve
 
-    found = plan("llama-3-8b", devices="emu:h20,emu:l40s", load=(1024, 256))
-    found.simulate(), found.explain(), found.save("llama.plan")
+    llama = plan("llama-3-8b", devices="emu:h20,emu:l40s", load=(1024, 256))
+    llama.simulate(), llama.explain(), llama.save("llama.plan")
 
     with LLM("tiny-llama", devices="emu:a100,emu:l40s") as llm:
         print(llm.generate(["a"], max_tokens=4)[0].text)
@@ -51,7 +51,7 @@ DEFAULT_LOAD = Load(prompt_tokens=1024, output_tokens=256)
 MAX_AT_ONCE = 256
 
 Self = TypeVar("Self", bound="_Closing")
-Made = TypeVar("Made", "SamplingParams", ServeConfig)
+Record = TypeVar("Record", "SamplingParams", ServeConfig)
 
 
 def plan(
@@ -80,7 +80,7 @@ def plan(
 
     sizes = load if isinstance(load, Load) else Load(*load)
     links = [link] if isinstance(link, str) else list(link)
-    wanted = plan_model.PlannedLoad(
+    options = plan_model.PlannedLoad(
         prompt_tokens=sizes.prompt_tokens,
         output_tokens=sizes.output_tokens,
         tpot_ms=sizes.tpot_ms,
@@ -90,8 +90,8 @@ def plan(
         objective=Objective(objective),
         effort=effort,
     )
-    wanted.check()
-    return ModelPlan(plan_model.plan_load(model, wanted, wire(parse_devices(devices), links)))
+    options.check()
+    return ModelPlan(plan_model.plan_load(model, options, wire(parse_devices(devices), links)))
 
 
 @dataclass(frozen=True)
@@ -120,18 +120,18 @@ class ModelPlan:
             lengths: Tokens of prompts and answers, as "geometric:512,128"; default: the load's.
             seed: Random seed.
         """
-        found = self.planned.plan
-        if isinstance(found, ServicePlan):
-            came = None if arrivals is None else make_arrivals(arrivals, requests, seed, lengths)
-            return simulate_service([found], came, seed)
-        return simulate_steps(found, requests or NUM_REQUESTS)
+        plan = self.planned.plan
+        if isinstance(plan, ServicePlan):
+            load = None if arrivals is None else make_arrivals(arrivals, requests, seed, lengths)
+            return simulate_service([plan], load, seed)
+        return simulate_steps(plan, requests or NUM_REQUESTS)
 
     def explain(self) -> PlanReasons:
         """Why launches are placed so; for a service in its group with most devices."""
-        found = self.planned.plan
-        if isinstance(found, ServicePlan):
-            found = max(found.groups, key=lambda group: len(group.plan.used)).plan
-        return reasons_of(found)
+        plan = self.planned.plan
+        if isinstance(plan, ServicePlan):
+            plan = max(plan.groups, key=lambda group: len(group.plan.used)).plan
+        return reasons_of(plan)
 
     def save(self, path: str | Path) -> Path:
         """Write the plan for `tessera serve --plan`, `simulate` or `run`."""
@@ -166,8 +166,8 @@ class SamplingParams:
     logprobs: int | None = None
 
     def fields(self) -> dict[str, Any]:
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in given.items() if value is not None}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -250,10 +250,9 @@ class LLM(_Closing):
         params: SamplingParams | None,
         sampling: dict[str, Any],
     ) -> list[Completion]:
-        given = params or _made(SamplingParams, "sampling parameter", sampling)
         if params is not None and sampling:
             raise TesseraError("sampling is given twice", "Give SamplingParams or keywords, not both.")
-        common = given.fields()
+        common = (params or _record(SamplingParams, "sampling parameter", sampling)).fields()
         if field == "messages" and "logprobs" in common:
             common |= {"top_logprobs": common["logprobs"], "logprobs": True}
         bodies = [{field: prompt, **common} for prompt in prompts]
@@ -296,11 +295,11 @@ def serve(model: str, devices: str | None = None, *, port: int = 8000, **options
 
 
 def serve_config(**options: Any) -> ServeConfig:
-    return _made(ServeConfig, "option", options)
+    return _record(ServeConfig, "option", options)
 
 
-def _made(record: type[Made], what: str, given: Mapping[str, Any]) -> Made:
-    names = [field.name for field in fields(record)]
-    for name in given:
+def _record(kind: type[Record], what: str, values: Mapping[str, Any]) -> Record:
+    names = [field.name for field in fields(kind)]
+    for name in values:
         check_known(what, name, names)
-    return record(**given)
+    return kind(**values)

@@ -69,14 +69,13 @@ class Options:
     effort: str = "full"
 
     @classmethod
-    def read(cls, given: Mapping[str, Any]) -> "Options":
-        known = [f.name for f in fields(cls)]
-        for name in given:
-            check_known("option", name, known)
-        found = dict(given)
-        devices = found.get("devices", "")
-        found["devices"] = devices if isinstance(devices, str) else ",".join(devices)
-        options = cls(**found)
+    def read(cls, values: Mapping[str, Any]) -> "Options":
+        names = [f.name for f in fields(cls)]
+        for name in values:
+            check_known("option", name, names)
+        devices = values.get("devices", "")
+        listed = devices if isinstance(devices, str) else ",".join(devices)
+        options = cls(**{**values, "devices": listed})
         check_known("objective", options.objective, tuple(Objective))
         if options.policy is not None and options.policy not in PLANNERS:
             raise UnknownName("policy", str(options.policy), PLANNERS)
@@ -169,9 +168,9 @@ class Workers:
                     if other._turn.acquire(blocking=False):
                         other.close()
                         other._turn.release()
-                made = WorkerStepper([self.plan], self._weights, max_failures=MAX_FAILURES)
-                self._stepper = made.__enter__()
-                self._end = weakref.finalize(self, made.__exit__, None, None, None)
+                stepper = WorkerStepper([self.plan], self._weights, max_failures=MAX_FAILURES)
+                self._stepper = stepper.__enter__()
+                self._end = weakref.finalize(self, stepper.__exit__, None, None, None)
             self.live[id(self)] = self
             return self._stepper
 
@@ -221,14 +220,14 @@ class Compiled:
             bound = None
         if bound is None:
             return self._graph(*args)
-        session, given = bound
+        session, arguments = bound
         with _TURN if session.function.draws else nullcontext():
-            given = session.function.at_its_turn(given)
-            result = session.workers.run(Call(given.inputs, given.state))
+            arguments = session.function.at_its_turn(arguments)
+            result = session.workers.run(Call(arguments.inputs, arguments.state))
             if options.verify:
                 with self._lock, self._step.holding(args):
-                    session.check(given, result)
-            return session.function.finish(given, result.outputs[-1], result.state)
+                    session.check(arguments, result)
+            return session.function.finish(arguments, result.outputs[-1], result.state)
 
     def drop(self, session: "Session") -> None:
         self._sessions = [s for s in self._sessions if s is not session]
@@ -239,9 +238,9 @@ class Compiled:
     ) -> "tuple[Session, Given] | None":
         """None if the graph must run eagerly."""
         for session in self._sessions:
-            given = session.bind(inputs)
-            if given is not None:
-                return session, given
+            arguments = session.bind(inputs)
+            if arguments is not None:
+                return session, arguments
         try:
             function, trace = self._capture(args, inputs)
         except (CaptureError, RuleBroken, RuntimeError) as error:
@@ -311,10 +310,10 @@ class Session:
         except MismatchError:
             return None
 
-    def check(self, given: Given, result: RunResult) -> None:
-        state = {name: tensor.clone() for name, tensor in given.state.items()}
+    def check(self, arguments: Given, result: RunResult) -> None:
+        state = {name: tensor.clone() for name, tensor in arguments.state.items()}
         with threads(1), torch.no_grad(), rng.entered(state), own_launches():
-            outputs = self.function.call(given.inputs, rng.without_generators(state))
+            outputs = self.function.call(arguments.inputs, rng.without_generators(state))
         for ours, theirs in ((outputs, result.outputs[-1]), (state, result.state)):
             for name, tensor in ours.items():
                 if name not in self._undefined and not same_bits(tensor, theirs[name]):
@@ -331,8 +330,8 @@ def _undefined(trace: Trace) -> set[str]:
         for access in launch.accesses
         if access.write or access.atomic
     }
-    made = set(trace.buffers_of(BufferKind.OUTPUT)) - written
-    return {name for name, view in trace.outputs if view.buffer in made}
+    unwritten = set(trace.buffers_of(BufferKind.OUTPUT)) - written
+    return {name for name, view in trace.outputs if view.buffer in unwritten}
 
 
 def _example(node: Any) -> Any:
@@ -346,9 +345,9 @@ def _wants_grad(value: Any) -> bool:
 def _returns_grads(graph: torch.fx.GraphModule, examples: Sequence[Any]) -> bool:
     """Dynamo recompiles when the answer changes."""
     output = next(node for node in graph.graph.nodes if node.op == "output")
-    made = [node for node in output.all_input_nodes if node.op != "placeholder"]
-    if all("example_value" in node.meta for node in made):
-        return any(_wants_grad(_example(node)) for node in made)
+    computed = [node for node in output.all_input_nodes if node.op != "placeholder"]
+    if all("example_value" in node.meta for node in computed):
+        return any(_wants_grad(_example(node)) for node in computed)
     # Not from Dynamo: assume everything that could be is differentiable.
     return torch.is_grad_enabled() and any(map(_wants_grad, (*examples, *graph.parameters())))
 

@@ -26,14 +26,14 @@ class TesseraError(Exception):
 class UnknownName(TesseraError):
     """The message lists the valid names."""
 
-    def __init__(self, what: str, name: str, known: Iterable[str]) -> None:
-        self.args = (what, name, tuple(sorted(known)))
+    def __init__(self, what: str, name: str, names: Iterable[str]) -> None:
+        self.args = (what, name, tuple(sorted(names)))
         super().__init__(f"unknown {what} '{name}'; known: {', '.join(self.args[2])}")
 
 
-def check_known(what: str, name: str, known: Iterable[str]) -> None:
-    if name not in known:
-        raise UnknownName(what, name, known)
+def check_known(what: str, name: str, names: Iterable[str]) -> None:
+    if name not in names:
+        raise UnknownName(what, name, names)
 
 
 def install_line(extra: str) -> str:

@@ -59,10 +59,10 @@ def check_joined(graphs: Sequence[ir.Graph]) -> None:
     for graph in graphs:
         for name in graph.state_groups:
             size = next(b.size_bytes for b in graph.trace.buffers if b.name == name)
-            known, first = sizes.setdefault(name, (size, graph.trace.step.kind))
-            if size != known:
+            first_size, first = sizes.setdefault(name, (size, graph.trace.step.kind))
+            if size != first_size:
                 raise MismatchError(
-                    f"state '{name}' has {known} bytes in {first} and {size} in {graph.trace.step.kind}",
+                    f"state '{name}' has {first_size} bytes in {first} and {size} in {graph.trace.step.kind}",
                     "Capture both with the same batch, and the decode with the prefill's context + reserve.",
                 )
 
@@ -101,9 +101,9 @@ def record_compiled(step: ir.Step, make: Callable[[ir.Step], Workload] = build) 
     return record_inductor_offline(workload)
 
 
-def choose_launches(steps: Sequence[ir.Step], wanted: str) -> tuple[bool, str]:
-    """(use compiled launches?, one line why not). Compiling takes a minute, so it must be asked for."""
-    if wanted == "eager":
+def choose_launches(steps: Sequence[ir.Step], launches: str) -> tuple[bool, str]:
+    """(whether launches are compiled, one line why not). Only "compiled" compiles: it takes a minute."""
+    if launches == "eager":
         return False, ""
     if all(outlines.find(step) for step in steps):
         return True, ""
@@ -112,7 +112,7 @@ def choose_launches(steps: Sequence[ir.Step], wanted: str) -> tuple[bool, str]:
             False,
             f"Triton is not installed, so launches are eager ones. Install it: {install_line('gpu')}",
         )
-    if wanted == "compiled":
+    if launches == "compiled":
         return True, ""
     return False, "Launches are eager ones; --launches compiled makes compiled ones, and keeps them."
 
@@ -133,27 +133,27 @@ class LoadSteps:
     record: Callable[[ir.Step], ir.Trace] = _recorded
 
     def __post_init__(self) -> None:
-        # [step, batch]
+        # [number of the step, batch]
         self._graphs: dict[tuple[int, int], ir.Graph] = {}
         self.families = [self._family(n) for n in range(len(self.steps))]
         self._seen = set(self._graphs)
         make_unit([graph.trace for graph in self.at(self.anchors[0]).graphs], self.counts)  # checks
 
-    def _family(self, step: int) -> StepFamily:
-        asked = self.steps[step]
-        first = anchors_of(asked, self.anchors)[0] if self.is_compiled else 0
+    def _family(self, number: int) -> StepFamily:
+        step = self.steps[number]
+        first = anchors_of(step, self.anchors)[0] if self.is_compiled else 0
         for pair in pairwise(batch for batch in self.anchors if batch >= first):
-            family = StepFamily(tuple(self._recorded(step, batch) for batch in pair))
+            family = StepFamily(tuple(self._recorded(number, batch) for batch in pair))
             with suppress(MismatchError):  # else the next
-                family.at(replace(asked, batch=sum(pair)))
+                family.at(replace(step, batch=sum(pair)))
                 break
         return family
 
-    def _recorded(self, step: int, batch: int) -> ir.Graph:
-        if (step, batch) not in self._graphs:
+    def _recorded(self, number: int, batch: int) -> ir.Graph:
+        if (number, batch) not in self._graphs:
             self.advance(f"{'compiling' if self.is_compiled else 'recording'} batch {batch}")
-            self._graphs[step, batch] = build_graph(self._trace(self.steps[step], batch))
-        return self._graphs[step, batch]
+            self._graphs[number, batch] = build_graph(self._trace(self.steps[number], batch))
+        return self._graphs[number, batch]
 
     def _trace(self, step: ir.Step, batch: int) -> ir.Trace:
         sized = replace(step, batch=batch)
@@ -189,8 +189,8 @@ def at_anchors(steps: Sequence[ir.Step]) -> list[ir.Step]:
 
 def anchors_of(step: ir.Step, anchors: Sequence[int] = ANCHORS) -> tuple[int, int]:
     pairs = list(pairwise(anchors))
-    known = (pair for pair in pairs if all(outlines.find(replace(step, batch=batch)) for batch in pair))
-    return next(known, pairs[0])
+    kept = (pair for pair in pairs if all(outlines.find(replace(step, batch=batch)) for batch in pair))
+    return next(kept, pairs[0])
 
 
 def batch_search(
@@ -219,9 +219,9 @@ def plan_steps(
     advance: Callable[[str], None] = lambda text: None,
 ) -> tuple[ir.Plan, Comparison]:
     while True:
-        plan, found = batch_search(recorded, cluster, target, config, advance).best(batches, depths)
+        plan, comparison = batch_search(recorded, cluster, target, config, advance).best(batches, depths)
         if recorded.matches_recording(plan.unit):
-            return plan, found
+            return plan, comparison
 
 
 def workload_of(trace: ir.Trace) -> Workload:
@@ -294,14 +294,12 @@ def run_reference(unit: ir.WorkUnit, request: UnitRequest, run: RunStep | None =
 
 
 def make_timer(trace: ir.Trace, device: ir.Device, stream: Any = None) -> Timer:
-    def own() -> tuple[Tensors | None, tuple[str, ...]]:
-        return _own_tensors(trace, device)
-
+    tensors = partial(_own_tensors, trace, device)
     if device.kind is ir.DeviceKind.CPU:
-        return CpuTimer(trace, own, max(1, device.num_cores))
+        return CpuTimer(trace, tensors, max(1, device.num_cores))
     from tessera.execute.cuda.timing import CudaTimer
 
-    return CudaTimer(trace, device.ordinal, own, stream, device.num_sms)
+    return CudaTimer(trace, device.ordinal, tensors, stream, device.num_sms)
 
 
 def _own_tensors(trace: ir.Trace, device: ir.Device) -> tuple[Tensors | None, tuple[str, ...]]:
@@ -315,9 +313,9 @@ def _own_tensors(trace: ir.Trace, device: ir.Device) -> tuple[Tensors | None, tu
         with torch.device(where), torch.no_grad():
             workload = build(trace.step).drawing(trace)
         workload.module.to(where)
-        found = {**workload.weights(), **workload.make_inputs(0), **workload.make_state(0)}
+        tensors = {**workload.weights(), **workload.make_inputs(0), **workload.make_state(0)}
         generators = {b.name for b in trace.buffers if b.is_generator}  # their state is the host's
-        return {name: t if name in generators else t.to(where) for name, t in found.items()}, ()
+        return {name: t if name in generators else t.to(where) for name, t in tensors.items()}, ()
     except (TesseraError, torch.OutOfMemoryError) as error:
         why = str(error).splitlines()[0]
         return None, (f"{device.name}: tensors were made up, the model's own are not there: {why}",)
@@ -329,9 +327,9 @@ def partition_streams(devices: Sequence[ir.Device]) -> dict[str, Any]:
     for ordinal in sorted({d.ordinal for d in devices if d.num_sms}):
         from tessera.execute.cuda.device import cut
 
-        here = [d for d in devices if d.num_sms and d.ordinal == ordinal]
-        parts = cut(ordinal, [d.num_sms for d in here])
-        streams |= {d.name: part.stream() for d, part in zip(here, parts, strict=True)}
+        partitions = [d for d in devices if d.num_sms and d.ordinal == ordinal]
+        parts = cut(ordinal, [d.num_sms for d in partitions])
+        streams |= {d.name: part.stream() for d, part in zip(partitions, parts, strict=True)}
     return streams
 
 

@@ -156,7 +156,7 @@ def _scan(trace: Trace, is_reduced: bool) -> Iterator[Edge]:
     histories = {b: History(accesses[b], trace.buffers[b].size_bytes) for b in written}
     above: list[int] = []
     for index, launch in enumerate(trace.launches):
-        found: dict[tuple[int, Hazard], Edge] = {}
+        edges: dict[tuple[int, Hazard], Edge] = {}
         touched = []
         for access in (a for a in launch.accesses if a.buffer in written):
             history, buffer = histories[access.buffer], trace.buffers[access.buffer]
@@ -164,24 +164,24 @@ def _scan(trace: Trace, is_reduced: bool) -> Iterator[Edge]:
             region = Region(0, buffer.size_bytes) if is_new else access.region
             touched.append((history, access, region))
             for src, hazard in _waits(history, access, region):
-                found.setdefault((src, hazard), Edge(src, index, hazard, access.buffer))
+                edges.setdefault((src, hazard), Edge(src, index, hazard, access.buffer))
         if is_reduced:
-            yield from _reduced(found, above)
+            yield from _reduced(edges, above)
         else:
-            yield from sorted(found.values(), key=lambda e: (e.src, e.hazard))
+            yield from sorted(edges.values(), key=lambda e: (e.src, e.hazard))
         for history, access, region in touched:
             _remember(history, index, access, region, above)
 
 
-def _reduced(found: dict[tuple[int, Hazard], Edge], above: list[int]) -> list[Edge]:
+def _reduced(edges: dict[tuple[int, Hazard], Edge], above: list[int]) -> list[Edge]:
     """One edge per source that no other source implies, for its first reason; extends `above`."""
-    reach, edges = 0, []
-    for src in sorted({src for src, _ in found}, reverse=True):
+    reach, kept = 0, []
+    for src in sorted({src for src, _ in edges}, reverse=True):
         if not reach >> src & 1:
-            edges.append(next(found[src, hazard] for hazard in PRECEDENCE if (src, hazard) in found))
+            kept.append(next(edges[src, hazard] for hazard in PRECEDENCE if (src, hazard) in edges))
             reach |= above[src] | 1 << src
     above.append(reach)
-    return edges[::-1]
+    return kept[::-1]
 
 
 def _returns_new(kind: BufferKind, launch: Launch, access: Access) -> bool:

@@ -88,7 +88,7 @@ class _Writer:
         self._kernels, self._buffers = list(trace.kernels), list(trace.buffers)
         self._launches: list[Launch] = []
         self._operators: dict[Any, int] = {}
-        self._readers = Counter(b for x in trace.launches for b in {view.buffer for view in x.given})
+        self._readers = Counter(b for x in trace.launches for b in {view.buffer for view in x.arg_views})
         self._readers.update(view.buffer for _, view in trace.outputs)
 
     def add(self, launch: Launch) -> None:

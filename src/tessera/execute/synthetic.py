@@ -45,7 +45,7 @@ def synthetic(trace: Trace, index: int, device: torch.device) -> Memory:
     # Torch's default generator is unusable after a failed graph capture.
     chance = torch.Generator(device).manual_seed(index)
     filled: set[int] = set()
-    for view in launch.given:
+    for view in launch.arg_views:
         if view.buffer not in filled:
             filled.add(view.buffer)
             size = trace.buffers[view.buffer].size_bytes
@@ -82,7 +82,7 @@ def _integers(
     if any(base.startswith(name) for name in LENGTHS):
         raise CannotTime(f"the integers of {kernel.name} are lengths or tables, which cannot be synthesised")
     if base in GROUPED:
-        rows = next(v.shape[0] for v in launch.given if v.buffer != view.buffer)
+        rows = next(v.shape[0] for v in launch.arg_views if v.buffer != view.buffer)
         # As many experts as rows that choose at random are expected to have, evenly.
         chosen = max(1, round(count * (1.0 - (1.0 - 1.0 / count) ** rows)))
         return torch.arange(1, count + 1, device=device) * chosen // count * rows // chosen
@@ -94,4 +94,4 @@ def _integers(
 
 def _least_extent(launch: Launch, index: View) -> int:
     """An index below this is valid in every other tensor along every dimension."""
-    return min((n for v in launch.given if v.buffer != index.buffer for n in v.shape), default=1)
+    return min((n for v in launch.arg_views if v.buffer != index.buffer for n in v.shape), default=1)

@@ -272,7 +272,7 @@ def copies_needed(trace: Trace, cold: frozenset[int], cache_bytes: int, most: in
 
 def _arguments(trace: Trace, launch: Launch) -> set[int]:
     generator = generator_buffer(trace, launch)
-    return {v.buffer for v in launch.given} | ({generator} if generator is not None else set())
+    return {v.buffer for v in launch.arg_views} | ({generator} if generator is not None else set())
 
 
 def last_uses(trace: Trace) -> dict[int, list[int]]:

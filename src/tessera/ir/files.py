@@ -103,19 +103,19 @@ def load(cls: type[T], path: str | Path) -> T:
 
 
 def parse(cls: type[T], raw: bytes, place: str) -> T:
-    wanted = _kind(cls)
+    kind = _kind(cls)
     head, _, body = raw.partition(b"\n")
-    if problem := _header_problem(header := _header(head), body, wanted):
-        is_service = header is not None and (header.tessera, wanted) == ("service-plan", "plan")
-        remedy = "Serve it: tessera serve MODEL --plan FILE." if is_service else _again(wanted)
+    if problem := _header_problem(header := _header(head), body, kind):
+        is_service = header is not None and (header.tessera, kind) == ("service-plan", "plan")
+        remedy = "Serve it: tessera serve MODEL --plan FILE." if is_service else _again(kind)
         raise ArtifactError(problem, remedy, place)
     try:
         record = msgspec.msgpack.decode(body, type=cls)
         verify(record)
     except (ValueError, RuleBroken, RecursionError, LookupError, ArithmeticError, TypeError) as error:
-        what = "not valid costs" if wanted == "costs" else f"not a valid {wanted}"
+        what = "not valid costs" if kind == "costs" else f"not a valid {kind}"
         text = str(error) if len(str(error)) < MAX_CHARS else f"{str(error)[:MAX_CHARS]}..."
-        raise ArtifactError(f"{what}: {text}", _again(wanted), place) from error
+        raise ArtifactError(f"{what}: {text}", _again(kind), place) from error
     return record
 
 
@@ -143,11 +143,11 @@ def _header(line: bytes) -> Header | None:
         return None
 
 
-def _header_problem(header: Header | None, body: bytes, wanted: str) -> str:
-    expected = "costs are expected" if wanted == "costs" else f"a {wanted} is expected"
+def _header_problem(header: Header | None, body: bytes, kind: str) -> str:
+    expected = "costs are expected" if kind == "costs" else f"a {kind} is expected"
     if header is None:
         return f"not a Tessera file; {expected}"
-    if header.tessera != wanted:
+    if header.tessera != kind:
         return f"this is a {header.tessera} file; {expected}"
     if header.version != FORMAT_VERSION:
         return f"written in format {header.version}; this Tessera reads format {FORMAT_VERSION}"

@@ -85,13 +85,13 @@ class Graph:
     @cached_property
     def state_groups(self) -> dict[str, int]:
         owner = {launch: g for g, group in enumerate(self.groups) for launch in group}
-        found: dict[str, int] = {}
+        groups: dict[str, int] = {}
         for index, launch in enumerate(self.trace.launches):
             for access in launch.accesses:
                 buffer = self.trace.buffers[access.buffer]
                 if buffer.kind is BufferKind.STATE:
-                    found[buffer.name] = owner[index]
-        return found
+                    groups[buffer.name] = owner[index]
+        return groups
 
 
 @dataclass(frozen=True)
@@ -196,38 +196,38 @@ class StepFamily:
         return _Blend(self.recordings)
 
 
-# Factors of each recording's growth, what to divide by, and the parts that are made already -> value.
+# (factor of each recording's growth, common denominator, earlier parts) -> part.
 _Make = Callable[[Sequence[int], int, Sequence[Any]], Any]
 
 
 class _Blend:
-    """Equal parts, which the layers of a model have, are made once."""
+    """Equal parts, such as those of a model's layers, are interpolated once."""
 
     def __init__(self, recordings: Sequence[Graph]) -> None:
         self._one = recordings[0]
         self._makes: list[_Make] = []
-        self._known: dict[tuple[type, bytes], int] = {}
+        self._places: dict[tuple[type, bytes], int] = {}
         self._find(recordings)
 
     def __call__(self, factors: Sequence[int], whole: int) -> Any:
-        made: list[Any] = [self._one]
+        parts: list[Any] = [self._one]
         for make in self._makes:
-            made.append(make(factors, whole, made))
-        return made[-1]
+            parts.append(make(factors, whole, parts))
+        return parts[-1]
 
     def _find(self, values: Sequence[Any], *path: Any) -> int | None:
-        """Place of what is made of these values, one of each recording. None: they are equal."""
+        """Place of the part that interpolates these values, one of each recording. None: they are equal."""
         one = values[0]
         if any(type(other) is not type(one) for other in values):
             raise _Uneven(*path)
         if all(other == one for other in values[1:]):
             return None
         key = type(one), msgspec.msgpack.encode(values)
-        if key not in self._known:
+        if key not in self._places:
             make = _grow(values, path) if type(one) is int else self._join(values, path)
             self._makes.append(make)
-            self._known[key] = len(self._makes)
-        return self._known[key]
+            self._places[key] = len(self._makes)
+        return self._places[key]
 
     def _join(self, values: Sequence[Any], path: Sequence[Any]) -> _Make:
         one = values[0]
@@ -243,11 +243,11 @@ class _Blend:
         varying = [(number, place) for number, place in enumerate(places) if place is not None]
         first = [row[0] for row in rows]
 
-        def joined(factors: Sequence[int], whole: int, made: Sequence[Any]) -> Any:
-            found = first.copy()
+        def joined(factors: Sequence[int], whole: int, parts: Sequence[Any]) -> Any:
+            items = first.copy()
             for number, place in varying:
-                found[number] = made[place]
-            return tuple(found) if isinstance(one, tuple) else type(one)(*found)
+                items[number] = parts[place]
+            return tuple(items) if isinstance(one, tuple) else type(one)(*items)
 
         return joined
 
@@ -255,7 +255,7 @@ class _Blend:
 def _grow(values: Sequence[int], path: Sequence[Any]) -> _Make:
     one, growth = values[0], tuple(other - values[0] for other in values[1:])
 
-    def grown(factors: Sequence[int], whole: int, made: Sequence[Any]) -> Any:
+    def grown(factors: Sequence[int], whole: int, parts: Sequence[Any]) -> Any:
         more, rest = divmod(sum(map(mul, growth, factors)), whole)
         if rest:
             raise _Uneven(*path)

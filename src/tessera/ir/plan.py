@@ -49,12 +49,12 @@ class Lane:
 
 def lane_sequence(shares: Sequence[float]) -> Iterator[int]:
     """Endless lane numbers, spread evenly by share."""
-    taken, total = [0] * len(shares), sum(shares)
+    turns, total = [0] * len(shares), sum(shares)
     for turn in count(1):
         # Earliest due lane among those not ahead of their share, so no lane is one ahead.
-        due = [i for i, share in enumerate(shares) if taken[i] * total < share * turn]
-        lane = min(due or range(len(shares)), key=lambda i: ((taken[i] + 1) / shares[i], i))
-        taken[lane] += 1
+        due = [i for i, share in enumerate(shares) if turns[i] * total < share * turn]
+        lane = min(due or range(len(shares)), key=lambda i: ((turns[i] + 1) / shares[i], i))
+        turns[lane] += 1
         yield lane
 
 
@@ -135,8 +135,8 @@ class Plan:
     @property
     def usd_per_hour(self) -> float | None:
         prices = [self.cluster.devices[d].usd_per_hour for d in self.used]
-        known = [p for p in prices if p is not None]
-        return sum(known) if len(known) == len(prices) else None
+        rents = [p for p in prices if p is not None]
+        return sum(rents) if len(rents) == len(prices) else None
 
     @property
     def usd_per_1k_units(self) -> float | None:

@@ -48,10 +48,10 @@ class Timeline:
     @cached_property
     def intervals(self) -> dict[str, list[tuple[float, float]]]:
         """Track -> when it was busy: overlapping spans are one interval."""
-        found: dict[str, list[tuple[float, float]]] = {}
+        tracks: dict[str, list[tuple[float, float]]] = {}
         for span in self.spans:
-            _join(found.setdefault(span.track, []), span.start_us, span.stop_us)
-        return found
+            _join(tracks.setdefault(span.track, []), span.start_us, span.stop_us)
+        return tracks
 
     def busy_us(self) -> dict[str, float]:
         return {
@@ -77,12 +77,12 @@ def _join(intervals: list[tuple[float, float]], start: float, stop: float) -> No
 
 
 def _shared(intervals: list[tuple[float, float]], start: float, stop: float) -> float:
-    found = 0.0
+    shared_us = 0.0
     index = max(0, bisect_right(intervals, (start, float("inf"))) - 1)
     while index < len(intervals) and intervals[index][0] < stop:
-        found += max(0.0, min(stop, intervals[index][1]) - max(start, intervals[index][0]))
+        shared_us += max(0.0, min(stop, intervals[index][1]) - max(start, intervals[index][0]))
         index += 1
-    return found
+    return shared_us
 
 
 @dataclass(frozen=True)

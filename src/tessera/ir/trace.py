@@ -245,7 +245,7 @@ class Launch:
     immovable: str = ""
 
     @property
-    def given(self) -> list["View"]:
+    def arg_views(self) -> list["View"]:
         args = (*self.args, *(value for _, value in self.kwargs))
         return [view for arg in args for view in arg_views(arg)]
 
@@ -255,7 +255,7 @@ class Launch:
 
     @property
     def views(self) -> list["View"]:
-        return [*self.given, *(view for view in self.outputs if view is not None)]
+        return [*self.arg_views, *(view for view in self.outputs if view is not None)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ def shares(plan: Plan) -> tuple[float, ...]:
 
 
 def main_lane(plan: Plan) -> int:
-    found = shares(plan)
-    return max(range(len(found)), key=lambda n: found[n])
+    return max(enumerate(shares(plan)), key=lambda lane: lane[1])[0]
 
 
 def step_title(step: Step) -> str:
@@ -29,8 +28,8 @@ def step_title(step: Step) -> str:
 
 def ratios(plan: Plan) -> dict[str, float]:
     """The plan over each coarse policy by the plan's objective, where both are known."""
-    found = ((b.name, getattr(gain_over(plan, b), plan.objective.value)) for b in plan.baselines)
-    return {name: ratio for name, ratio in found if ratio}
+    gains = ((b.name, getattr(gain_over(plan, b), plan.objective.value)) for b in plan.baselines)
+    return {name: ratio for name, ratio in gains if ratio}
 
 
 def best_baseline(plan: Plan) -> tuple[str, float] | None:
@@ -49,16 +48,17 @@ class PolicyLine:
 
 
 def compared(plan: Plan) -> tuple[PolicyLine, ...]:
-    how, known = f"simulated, {plan.microbatches} in flight", ratios(plan)
-    name, least = f"{plan.policy} (this plan)", min(known.values(), default=None)
+    gains = ratios(plan)
+    least = min(gains.values(), default=None)
+    name, how = f"{plan.policy} (this plan)", f"simulated, {plan.microbatches} in flight"
     baselines = sorted(plan.baselines, key=lambda b: -(b.throughput_per_s or 0.0))
-    marks = {b.name: f"{b.name} (best baseline)" if known.get(b.name) == least else b.name for b in baselines}
-    own = {name: least / ratio for name, ratio in known.items() if least}
+    marks = {b.name: f"{b.name} (best baseline)" if gains.get(b.name) == least else b.name for b in baselines}
+    relative = {name: least / ratio for name, ratio in gains.items() if least}
     return (
         PolicyLine(name, how, plan.simulated_per_s, least, plan.latency_us),
         PolicyLine("the same", "by busy time alone", plan.throughput_per_s),
         *(
-            PolicyLine(marks[b.name], _how(b), b.throughput_per_s, own.get(b.name), b.latency_us)
+            PolicyLine(marks[b.name], _how(b), b.throughput_per_s, relative.get(b.name), b.latency_us)
             for b in baselines
         ),
         PolicyLine("upper bound", "of any mix, modelled", plan.bound_per_s),
@@ -81,14 +81,14 @@ class UsedDevice:
 
 def device_uses(plan: Plan, timeline: Timeline | None = None) -> tuple[UsedDevice, ...]:
     """Utilisation is of the timeline, else of the plan's rates."""
-    found, names = explain(plan), plan.cluster.names
-    busy = {usage.name: usage.utilisation for usage in found.devices}
-    placed = [sum(k.num_runs * k.share[d] for k in found.kernels) for d in range(len(names))]
+    explanation, names = explain(plan), plan.cluster.names
+    busy = {usage.name: usage.utilisation for usage in explanation.devices}
+    placed = [sum(k.num_runs * k.share[d] for k in explanation.kernels) for d in range(len(names))]
     if timeline is not None:
         busy = dict.fromkeys(names, 0.0) | utilisation(timeline)
     return tuple(
         UsedDevice(x.name, x.gpu, num, num / (sum(placed) or 1), busy[x.name], memory.weight_bytes)
-        for x, num, memory in zip(plan.cluster.devices, placed, found.memory, strict=True)
+        for x, num, memory in zip(plan.cluster.devices, placed, explanation.memory, strict=True)
     )
 
 
@@ -108,11 +108,13 @@ class Track:
 
 def tracks(timeline: Timeline, devices: Iterable[str] = ()) -> tuple[Track, ...]:
     """Devices come first, even if idle."""
-    spans: dict[str, list[Span]] = {name: [] for name in devices}
+    by_track: dict[str, list[Span]] = {name: [] for name in devices}
     for span in timeline.spans:
-        spans.setdefault(span.track, []).append(span)
-    made = [Track(name, any(s.is_transfer for s in own), tuple(own)) for name, own in spans.items()]
-    return tuple(sorted(made, key=lambda track: track.is_link))  # stable: order of appearance within a kind
+        by_track.setdefault(span.track, []).append(span)
+    listed = [
+        Track(name, any(s.is_transfer for s in spans), tuple(spans)) for name, spans in by_track.items()
+    ]
+    return tuple(sorted(listed, key=lambda track: track.is_link))  # stable: order of appearance within a kind
 
 
 def utilisation(timeline: Timeline) -> dict[str, float]:

@@ -78,9 +78,9 @@ def breakable(name: str) -> Markup:
 
 
 def plan_part(plan: Plan, timeline: Timeline) -> dict[str, Any]:
-    found, run_us = figures.tracks(timeline, plan.cluster.names), figures.end_us(timeline)
+    tracks, run_us = figures.tracks(timeline, plan.cluster.names), figures.end_us(timeline)
     busy = figures.utilisation(timeline)
-    links = [(busy.get(track.name, 0.0), track) for track in found if track.is_link]
+    links = [(busy.get(track.name, 0.0), track) for track in tracks if track.is_link]
     return {
         "plan": plan,
         "model": plan.unit.graphs[0].trace.step.model,
@@ -95,7 +95,7 @@ def plan_part(plan: Plan, timeline: Timeline) -> dict[str, Any]:
         "wires": {f"{link.src} -> {link.dst}": link for link in plan.cluster.links},
         "max_links": MAX_LINKS,
         "num_colours": NUM_COLOURS,
-        "overview": _overview(timeline, found, busy),
+        "overview": _overview(timeline, tracks, busy),
         "layers": layers(plan),
         "dependencies": _dependencies(plan),
         "lanes": sorted(enumerate(figures.shares(plan)), key=lambda lane: -lane[1])[:MAX_LANES],
@@ -110,26 +110,26 @@ def layers(plan: Plan) -> list[Picture]:
 
 
 def _overview(
-    timeline: Timeline, found: Sequence[figures.Track], busy: dict[str, float]
+    timeline: Timeline, tracks: Sequence[figures.Track], busy: dict[str, float]
 ) -> dict[str, Any] | None:
     """Devices, then the links with most spans."""
     total = figures.end_us(timeline)
     if not timeline.spans or total <= 0:
         return None
-    kept = sorted(found, key=lambda t: (t.is_link, -len(t.spans)))[:MAX_TRACKS]
-    tracks = [
+    kept = sorted(tracks, key=lambda t: (t.is_link, -len(t.spans)))[:MAX_TRACKS]
+    drawn = [
         {
             "name": track.name,
             "is_link": track.is_link,
             "note": units.percent(busy.get(track.name, 0.0)),
             "paths": _columns(track.spans, total),
         }
-        for track in found
+        for track in tracks
         if track in kept
     ]
     unit, marks = _axis(total)
-    hidden = len(found) - len(tracks)
-    return {"tracks": tracks, "unit": unit, "marks": marks, "num_hidden": hidden, "columns": COLUMNS}
+    hidden = len(tracks) - len(drawn)
+    return {"tracks": drawn, "unit": unit, "marks": marks, "num_hidden": hidden, "columns": COLUMNS}
 
 
 def _columns(spans: Sequence[Span], total_us: float) -> list[tuple[int, str, str]]:
@@ -150,9 +150,9 @@ def _cells(spans: Sequence[Span], total_us: float) -> list[tuple[int, int]]:
     busy, edges = np.zeros((NUM_COLOURS, COLUMNS)), np.arange(COLUMNS + 1)
     for span in spans:
         left, right = (us / total_us * COLUMNS for us in (span.start_us, span.stop_us))
-        here = slice(max(0, int(left)), max(0, math.ceil(right)))
-        parts = np.minimum(right, edges[1:][here]) - np.maximum(left, edges[:-1][here])
-        busy[span.request % NUM_COLOURS, here] += parts
+        columns = slice(max(0, int(left)), max(0, math.ceil(right)))
+        parts = np.minimum(right, edges[1:][columns]) - np.maximum(left, edges[:-1][columns])
+        busy[span.request % NUM_COLOURS, columns] += parts
     levels = np.ceil(np.minimum(1.0, busy.sum(axis=0)) * LEVELS - 1e-6).astype(int)
     return list(zip(busy.argmax(axis=0).tolist(), levels.tolist(), strict=True))
 

@@ -148,15 +148,15 @@ def _inside(scope: str, layer: str) -> str:
 
 def layer_picture(plan: Plan, lane: int, step: int) -> Picture:
     trace, devices = plan.graphs[step].trace, plan.lanes[lane].placement.devices[step]
-    layer, found = layer_of(trace), list(crossings(plan.graphs[step], devices))
-    inside = layer.launches if layer else tuple(range(len(devices)))
-    rows = _rows(trace, layer.scope if layer else "", inside, devices, plan.costs[step], found)
+    layer, transfers = layer_of(trace), list(crossings(plan.graphs[step], devices))
+    launches = layer.launches if layer else tuple(range(len(devices)))
+    rows = _rows(trace, layer.scope if layer else "", launches, devices, plan.costs[step], transfers)
     shown, hidden_after = _elide(rows)
     busy: dict[int, float] = defaultdict(float)
     for row in rows:
         busy[row.device] += row.us
-    own = frozenset(inside)
-    leaving = _joined(crossing for x, y, crossing in found if x in own and y not in own)
+    inside = frozenset(launches)
+    leaving = _joined(crossing for x, y, crossing in transfers if x in inside and y not in inside)
     columns = _columns(len(plan.cluster.devices), shown, leaving)
     return Picture(
         f"{layer.scope}, one of {layer.num_alike} alike" if layer else "the whole step: no layer repeats",
@@ -185,30 +185,30 @@ def _rows(
     launches: Sequence[int],
     devices: Sequence[int],
     costs: Costs,
-    found: Sequence[tuple[int, int, Crossing]],
+    transfers: Sequence[tuple[int, int, Crossing]],
 ) -> tuple[Row, ...]:
     """Rows as fine as fit: by sub-module, child or device."""
-    own = ".".join(scope.split(".")[-2:]) if scope else "(outside modules)"
+    layer = ".".join(scope.split(".")[-2:]) if scope else "(outside modules)"
 
     def full(launch: int) -> str:
-        return _inside(trace.launches[launch].scope, scope) or own
+        return _inside(trace.launches[launch].scope, scope) or layer
 
     def child(launch: int) -> str:
-        return full(launch) if full(launch) == own else full(launch).split(".")[0]
+        return full(launch) if full(launch) == layer else full(launch).split(".")[0]
 
     arrivals: dict[int, list[Crossing]] = defaultdict(list)
-    for _, reader, crossing in found:
+    for _, reader, crossing in transfers:
         arrivals[reader].append(crossing)
-    made: list[Row] = []
+    rows: list[Row] = []
     for module in (full, child, lambda _: ""):
-        made = []
+        rows = []
         for (name, device), group in groupby(launches, key=lambda x: (module(x), devices[x])):
             times = {x: costs.us(x, device) for x in group}
             arrived = _joined(c for x in times for c in arrivals.get(x, ()))
-            made.append(Row(name, device, _kernels(trace, times), len(times), sum(times.values()), arrived))
-        if len(made) <= MAX_ROWS:
+            rows.append(Row(name, device, _kernels(trace, times), len(times), sum(times.values()), arrived))
+        if len(rows) <= MAX_ROWS:
             break
-    return tuple(made)
+    return tuple(rows)
 
 
 def _kernels(trace: Trace, times: dict[int, float]) -> str:
@@ -239,9 +239,9 @@ def crossings(graph: Graph, devices: Sequence[int]) -> Iterator[tuple[int, int, 
                 yield value.producer, reader, Crossing(home, device, value.num_bytes)
 
 
-def _joined(found: Iterable[Crossing]) -> tuple[Crossing, ...]:
+def _joined(transfers: Iterable[Crossing]) -> tuple[Crossing, ...]:
     total: Counter[tuple[int, int]] = Counter()
-    for crossing in found:
+    for crossing in transfers:
         total[crossing.src, crossing.dst] += crossing.num_bytes
     return tuple(Crossing(src, dst, num) for (src, dst), num in sorted(total.items()))
 

@@ -31,12 +31,12 @@ def check_plot(num_devices: int, path: Path) -> None:
 
 def ratios(costs: Costs, classes: Sequence[str]) -> dict[str, list[tuple[float, float]]]:
     """Class -> (ratio of second to first device, time on the first), ascending."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    by_class: dict[str, list[tuple[float, float]]] = {}
     for row, name in zip(costs.costs, classes, strict=True):
         first, second = row[0].us, row[1].us
         if first > 0 and second > 0:
-            found.setdefault(name, []).append((second / first, first))
-    return {name: sorted(rows) for name, rows in sorted(found.items(), key=lambda x: min(x[1]))}
+            by_class.setdefault(name, []).append((second / first, first))
+    return {name: sorted(rows) for name, rows in sorted(by_class.items(), key=lambda x: min(x[1]))}
 
 
 def sources(costs: Costs) -> str:
@@ -50,8 +50,8 @@ def sources(costs: Costs) -> str:
 
 def draw_ratios(trace: Trace, costs: Costs, classes: Sequence[str], path: Path) -> None:
     check_plot(len(costs.devices), path)
-    found = ratios(costs, classes)
-    if not found:
+    by_class = ratios(costs, classes)
+    if not by_class:
         raise TesseraError("no launch takes time on both devices", "Name other devices.", "--plot")
     from matplotlib.figure import Figure
 
@@ -61,20 +61,20 @@ def draw_ratios(trace: Trace, costs: Costs, classes: Sequence[str], path: Path) 
     step = trace.step
     figure.suptitle(
         f"{step.kind} of {Path(step.model).name}, batch {step.batch}, context {step.context}: "
-        f"{sum(map(len, found.values()))} launches on {first} and {second}"
+        f"{sum(map(len, by_class.values()))} launches on {first} and {second}"
     )
-    _bars(left, found, first, second)
-    _distribution(right, found, first, second)
+    _bars(left, by_class, first, second)
+    _distribution(right, by_class, first, second)
     figure.text(0.0, -0.03, f"sources of the times: {sources(costs)}", fontsize=8)
     picture = io.BytesIO()
     figure.savefig(picture, format=path.suffix.lower()[1:], dpi=150, bbox_inches="tight")
     write_whole(path, [picture.getvalue()])
 
 
-def _bars(axes: Any, found: dict[str, list[tuple[float, float]]], first: str, second: str) -> None:
+def _bars(axes: Any, by_class: dict[str, list[tuple[float, float]]], first: str, second: str) -> None:
     """One bar per launch, from the line of equal speed."""
     place, ticks = 0.0, []
-    for name, rows in found.items():
+    for name, rows in by_class.items():
         width = 1.0 / len(rows)
         xs = [place + (i + 0.5) * width for i in range(len(rows))]
         heights = [ratio - 1.0 for ratio, _ in rows]
@@ -103,8 +103,8 @@ def _colour(ratio: float) -> str:
     return FIRST if ratio > 1 else SECOND
 
 
-def _distribution(axes: Any, found: dict[str, list[tuple[float, float]]], first: str, second: str) -> None:
-    rows = [row for group in found.values() for row in group]
+def _distribution(axes: Any, by_class: dict[str, list[tuple[float, float]]], first: str, second: str) -> None:
+    rows = [row for group in by_class.values() for row in group]
     values = [ratio for ratio, _ in rows]
     axes.ecdf(values, label="share of launches")
     axes.ecdf(values, [us for _, us in rows], label=f"share of time on {first}")

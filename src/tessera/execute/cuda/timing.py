@@ -137,7 +137,7 @@ class CudaTimer(LaunchTimer):
 
     def _repeat(self, launch: int, copies: list[Memory], count: int) -> None:
         row = self._trace.launches[launch]
-        results = {v.buffer for v in row.outputs if v is not None} - {v.buffer for v in row.given}
+        results = {v.buffer for v in row.outputs if v is not None} - {v.buffer for v in row.arg_views}
         for number in range(count):
             memory = copies[number % len(copies)]
             self._launcher.run(launch, memory)
