@@ -23,6 +23,7 @@ over idle SMs. `floor`, `reach` and `tail` are ratios to decode attention's para
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -222,14 +223,16 @@ def chosen(works: Sequence[Work], costs: Sequence[Cost], num: int) -> list[Work]
     for work, cost in zip(works, costs, strict=True):
         if cost.us > 0 and cost.source is not Source.MEASURED:
             weight[work] = weight.get(work, 0.0) + cost.us * cost.rel_error
-    taken: dict[tuple[OpClass, str], int] = {}
     picked: list[Work] = []
+    num_picked: Counter[tuple[OpClass, str]] = Counter()
+
+    def gain(work: Work) -> float:
+        return weight[work] * 0.5 ** max(0, num_picked[work.op, work.dtype] - MIN_RATIOS)
+
     while weight and len(picked) < num:
-        best = max(
-            weight, key=lambda w: weight[w] * 0.5 ** max(0, taken.get((w.op, w.dtype), 0) - MIN_RATIOS)
-        )
+        best = max(weight, key=gain)
         picked.append(best)
-        taken[best.op, best.dtype] = taken.get((best.op, best.dtype), 0) + 1
+        num_picked[best.op, best.dtype] += 1
         del weight[best]
     return picked
 

@@ -90,10 +90,10 @@ def work_of(kernel: Kernel, launch: Launch) -> Work:
         flops = _conv_flops(launch, views)
     num_bytes = _bytes(op, kernel, launch, views)
     overhead = _overhead(op, kernel, launch, views, num_bytes)
-    more = UNPACKING * _unpacked(views) if _base(kernel.name).startswith("packed_") else 0
+    cpu_bytes = UNPACKING * _unpacked(views) if _base(kernel.name).startswith("packed_") else 0
     if _base(kernel.name) == "grouped_join" and isinstance(share := launch.args[-1], float):
-        more = round(2.0 * share * _size(views[1])) - num_bytes
-    return Work(op, _dtype(launch, views), flops, num_bytes, shape, overhead, more)
+        cpu_bytes = round(2.0 * share * _size(views[1])) - num_bytes
+    return Work(op, _dtype(launch, views), flops, num_bytes, shape, overhead, cpu_bytes)
 
 
 def _overhead(
@@ -123,8 +123,8 @@ def _base(name: str) -> str:
 
 
 def is_zero_size(launch: Launch) -> bool:
-    made = [v for v in launch.outputs if v is not None]
-    return bool(made) and all(v.num_elements == 0 for v in made)
+    results = [v for v in launch.outputs if v is not None]
+    return bool(results) and all(v.num_elements == 0 for v in results)
 
 
 def _inputs(launch: Launch) -> tuple[View, ...]:
@@ -133,8 +133,8 @@ def _inputs(launch: Launch) -> tuple[View, ...]:
 
 
 def _outputs(launch: Launch) -> tuple[View, ...]:
-    made = tuple(v for v in launch.outputs if v is not None)
-    return made or tuple(v for key, arg in launch.kwargs if key == "out" for v in arg_views(arg))
+    results = tuple(v for v in launch.outputs if v is not None)
+    return results or tuple(v for key, arg in launch.kwargs if key == "out" for v in arg_views(arg))
 
 
 def _dtype(launch: Launch, views: tuple[View, ...]) -> str:
@@ -150,8 +150,8 @@ def _bytes(op: OpClass, kernel: Kernel, launch: Launch, views: tuple[View, ...])
     if op is OpClass.ALLOCATION:
         return 0
     if op is OpClass.GATHER:
-        made = sum(_size(v) for v in _outputs(launch))
-        return 2 * made + sum(_size(v) for v in views[1:])
+        result_bytes = sum(_size(v) for v in _outputs(launch))
+        return 2 * result_bytes + sum(_size(v) for v in views[1:])
     if op is OpClass.SCATTER:
         moved = 2 * sum(_size(v) for v in views[1:])
         # Out of place, untouched rows are copied too.
@@ -202,16 +202,18 @@ def _idle_experts(views: tuple[View, ...]) -> int:
 
 def _grouped_part(launch: Launch, views: tuple[View, ...], place: int) -> Work:
     """The expected share of the rows is argument `place`."""
-    x, weights, share = views[0], [v for v in views[1:] if len(v.shape) == 3], launch.args[place]
+    x, weights = views[0], [v for v in views[1:] if len(v.shape) == 3]
+    share = launch.args[place]
     assert isinstance(share, float)
-    (all_rows, k), groups, n = x.shape, weights[0].shape[0], _outputs(launch)[0].shape[1]
+    all_rows, k = x.shape
+    groups, n = weights[0].shape[0], _outputs(launch)[0].shape[1]
     rows = max(1, round(all_rows * share))
     chosen = groups * (1.0 - (1.0 - min(1.0, share / groups)) ** all_rows)
     num_bytes = round(sum(map(_size, weights)) * chosen / groups) + rows * (k + n) * item_bytes(x.dtype)
-    is_packed, each = len(weights) > 1, n * k * item_bytes(x.dtype)
+    is_packed = len(weights) > 1
     shape = () if is_packed else (max(1, round(chosen)), rows, n, k)
-    more = UNPACKING * round(chosen * each) if is_packed else 0
-    return Work(OpClass.GROUPED, x.dtype, 2.0 * rows * n * k, num_bytes, shape, cpu_bytes=more)
+    cpu_bytes = UNPACKING * round(chosen * (n * k * item_bytes(x.dtype))) if is_packed else 0
+    return Work(OpClass.GROUPED, x.dtype, 2.0 * rows * n * k, num_bytes, shape, cpu_bytes=cpu_bytes)
 
 
 def _unpacked(views: tuple[View, ...]) -> int:
@@ -233,20 +235,20 @@ def _gemm(op: OpClass, base: str, launch: Launch, views: tuple[View, ...]) -> tu
     outputs = _outputs(launch)
     if len(views) <= first or not outputs or not views[first].shape:
         return 0.0, ()
-    made, left = outputs[0], views[first].shape
+    result, left = outputs[0], views[first].shape
     if base == "lora":  # y, x, and two matrices per adapter, of which a row has one pair
         rank = views[2].shape[1]
-        return 2.0 * rank * (views[1].num_elements + made.num_elements), ()
+        return 2.0 * rank * (views[1].num_elements + result.num_elements), ()
     k = left[-1]
     summed = left[0] if base == "addbmm" else 1
-    flops = 2.0 * k * made.num_elements * summed
+    flops = 2.0 * k * result.num_elements * summed
     # No table has quantised weights. Operations count in the input's type; FP8 with blocks of scales takes
     # 0.8 of that on Hopper, where the tables' FP8 takes half.
     if "pack_mm" in base or base.startswith("packed_"):
         return flops, ()
     right = views[first + 1].shape if len(views) > first + 1 else ()
-    n = made.shape[-1] if len(right) > 1 and made.shape else 1
-    rows = made.num_elements // n if n else 0
+    n = result.shape[-1] if len(right) > 1 and result.shape else 1
+    rows = result.num_elements // n if n else 0
     if op is OpClass.GROUPED:
         return flops, (right[0], rows, n, k) if len(right) == 3 else ()
     batch = max(1, math.prod(right[:-2]))
@@ -317,5 +319,5 @@ def _paged(launch: Launch, views: tuple[View, ...]) -> Work:
 def _is_causal(kernel: Kernel, launch: Launch) -> bool:
     before, named, _ = kernel.schema.partition(" is_causal")
     place = before.count(",")
-    given = launch.args[place] if named and len(launch.args) > place else None
-    return dict(launch.kwargs).get("is_causal", given) is True
+    argument = launch.args[place] if named and len(launch.args) > place else None
+    return dict(launch.kwargs).get("is_causal", argument) is True

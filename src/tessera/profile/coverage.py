@@ -48,7 +48,7 @@ def coverage(gpu_name: str, tables: Tables | None = None) -> tuple[Covered, ...]
 def _from_tables(gpu_name: str, op: OpClass, tables: Tables | None) -> list[Covered]:
     if tables is None or op not in KINDS:
         return []
-    found = []
+    covered = []
     for variant in KINDS[op].variants:
         source = tables.choice(gpu_name, op, variant).source
         if source:
@@ -57,21 +57,21 @@ def _from_tables(gpu_name: str, op: OpClass, tables: Tables | None) -> list[Cove
             points = f"{len(source.surface.residual):,} points of {source.file.name}{kernel}"
             left = f", {source.num_left_out} impossible ones left out" if source.num_left_out else ""
             why = f"{points}{left}; other stacks differ by {source.spread:.0%}"
-            found.append(Covered(op, dtypes, Source.TABLE, source.rel_error, why))
-    return found
+            covered.append(Covered(op, dtypes, Source.TABLE, source.rel_error, why))
+    return covered
 
 
 def rejected_tables(gpu_name: str, tables: Tables | None) -> tuple[tuple[str, str], ...]:
-    """Those that rank above the chosen table."""
+    """Tables that rank above the chosen one, with the reason against each."""
     if tables is None:
         return ()
-    found = {
+    rejected = {
         (f"{op} {variant}, {file.name}", reason)
         for op, kind in KINDS.items()
         for variant in kind.variants
         for file, reason in tables.choice(gpu_name, op, variant).rejected
     }
-    return tuple(sorted(found))
+    return tuple(sorted(rejected))
 
 
 def borrowed(gpu_name: str) -> tuple[str, ...]:
@@ -143,7 +143,8 @@ def sureness_of(priced: Iterable[tuple[Work, str, Cost, float]]) -> Sureness:
         for (op, where, source), (us, weighted, wide) in sums.items()
     ]
     parts.sort(key=lambda p: -p.share * p.rel_error)
-    error, wide_share = math.hypot(*(p.share * p.rel_error for p in parts)), sum(p.wide_share for p in parts)
+    error = math.hypot(*(p.share * p.rel_error for p in parts))
+    wide_share = sum(p.wide_share for p in parts)
     by_source: dict[str, float] = {}
     for one in parts:
         by_source[one.source.value] = by_source.get(one.source.value, 0.0) + one.share

@@ -74,8 +74,8 @@ def cuda_cards() -> tuple[Card, ...]:
 
     if not torch.cuda.is_available():
         return ()
-    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return tuple(Card(x.name, x.total_memory, x.multi_processor_count) for x in found)
+    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return tuple(Card(x.name, x.total_memory, x.multi_processor_count) for x in properties)
 
 
 def gpu_of(card_name: str) -> str:
@@ -140,7 +140,8 @@ def _devices(word: str, cards: Cards) -> list[Device]:
 
 
 def _device(word: str, cards: Cards) -> Device:
-    kind, rest = word.partition("/")[0].partition(":")[0], word.partition(":")[2]
+    kind = word.partition("/")[0].partition(":")[0]
+    rest = word.partition(":")[2]
     if kind not in tuple(DeviceKind):
         if word in {one.name for one in known_gpus()}:
             remedy = f"Write emu:{word} to plan for it."
@@ -239,17 +240,17 @@ def _shared(devices: Sequence[Device], cards: tuple[Card, ...]) -> Iterable[Devi
             yield device
 
 
-def _check_fit(here: Sequence[Device], card: Card) -> None:
-    if len(here) < 2 or all(d.is_dilated for d in here):
+def _check_fit(devices: Sequence[Device], card: Card) -> None:
+    if len(devices) < 2 or all(d.is_dilated for d in devices):
         return
-    names, base = " and ".join(d.name for d in here), f"cuda:{here[0].ordinal}"
-    if not all(d.num_sms for d in here):
+    names, base = " and ".join(d.name for d in devices), f"cuda:{devices[0].ordinal}"
+    if not all(d.num_sms for d in devices):
         raise TesseraError(
             f"{names} are the same card",
             f"Cut it into parts ({base}/sm=K,{base}/sm=L) or dilate it ({base}/as=GPU,{base}/as=GPU).",
             PLACE,
         )
-    total = sum(d.num_sms for d in here)
+    total = sum(d.num_sms for d in devices)
     if total > card.num_sms:
         message = f"{names} need {total} SMs together; the {card.name} has {card.num_sms}"
         raise TesseraError(message, "Give smaller parts.", PLACE)
@@ -289,12 +290,12 @@ def _links(name: str, pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str],
         return {(a, b): Link(a, b, preset.name, preset.latency_us, preset.gbps) for a, b in pairs}
     from tessera.profile.store import stored_links
 
-    known = {(x.src, x.dst): x for x in stored_links()}
+    links = {(x.src, x.dst): x for x in stored_links()}
     for a, b in pairs:
-        if (a, b) not in known:
+        if (a, b) not in links:
             remedy = f"Measure it: tessera profile --links --devices {a},{b}"
             raise TesseraError(f"no link from {a} to {b} was measured", remedy, "--link")
-    return {pair: known[pair] for pair in pairs}
+    return {pair: links[pair] for pair in pairs}
 
 
 def _share(links: dict[tuple[str, str], Link], bus: str, names: tuple[str, ...]) -> None:

@@ -51,14 +51,14 @@ def price_works(
 
 
 def works(trace: Trace) -> tuple[Work, ...]:
-    known: dict[object, Work] = {}
+    by_key: dict[object, Work] = {}
     counted = []
     for launch in trace.launches:
         # Accesses of a PTX kernel follow from its code.
         key = launch.kernel, signature(launch), launch.accesses if launch.grid else ()
-        if key not in known:
-            known[key] = work_of(trace.kernels[launch.kernel], launch)
-        counted.append(known[key])
+        if key not in by_key:
+            by_key[key] = work_of(trace.kernels[launch.kernel], launch)
+        counted.append(by_key[key])
     return tuple(counted)
 
 
@@ -78,31 +78,31 @@ def signature(launch: Launch, cold: Set[int] = frozenset()) -> tuple[Any, ...]:
         return tuple(map(words, arg)) if isinstance(arg, tuple) else repr(arg)
 
     named = tuple((name, words(a)) for name, a in launch.kwargs)
-    made = tuple(map(words, launch.outputs))
-    return tuple(map(words, launch.args)), named, made, launch.grid, launch.block
+    results = tuple(map(words, launch.outputs))
+    return tuple(map(words, launch.args)), named, results, launch.grid, launch.block
 
 
 def notes(trace: Trace, devices: tuple[Device, ...], tables: Tables | None) -> tuple[str, ...]:
     counted = works(trace)
-    said = []
+    lines = []
     unknown = {trace.kernel_of(i).name for i, work in enumerate(counted) if work.op is OpClass.OTHER}
     if unknown:
-        said.append(f"priced by bytes alone, operator unknown: {', '.join(sorted(unknown))}")
+        lines.append(f"priced by bytes alone, operator unknown: {', '.join(sorted(unknown))}")
     empty = [i for i, launch in enumerate(trace.launches) if is_zero_size(launch)]
     if empty:
         named = ", ".join(f"{i} ({trace.kernel_of(i).name})" for i in empty[:8])
         more = f" and {len(empty) - 8} more" if len(empty) > 8 else ""
-        said.append(f"zero-size launches, priced at the floor of their class: {named}{more}")
+        lines.append(f"zero-size launches, priced at the floor of their class: {named}{more}")
     names = tuple(dict.fromkeys(d.gpu for d in devices))
     distinct = list(dict.fromkeys(counted))
     for name in names:
         if name in CPUS:
-            said.append(f"{name} is modelled by its data sheet ({CPUS[name].source})")
+            lines.append(f"{name} is modelled by its data sheet ({CPUS[name].source})")
             continue
         guessed = _guessed(name, distinct, tables)
         if guessed:
-            said.append(f"{name}: no measurements of {', '.join(guessed)}; the class model is used")
-    return (*said, *_about_tables(names, distinct, tables))
+            lines.append(f"{name}: no measurements of {', '.join(guessed)}; the class model is used")
+    return (*lines, *_about_tables(names, distinct, tables))
 
 
 def _guessed(name: str, distinct: list[Work], tables: Tables | None) -> list[str]:

@@ -198,8 +198,8 @@ def model_for(gpu_name: str, op: OpClass, family: str) -> Model:
 def _nearest(gpu_name: str, op: OpClass, family: str) -> Model:
     rows = [f for f in fitted_rows().fits if f.op is op and f.family == family]
     if rows:
-        own = next((f for f in rows if f.gpu == gpu_name), None)
-        return _own(own) if own else _of_relatives(gpu(gpu_name), rows)
+        fit = next((f for f in rows if f.gpu == gpu_name), None)
+        return _own(fit) if fit else _of_relatives(gpu(gpu_name), rows)
     families = [f.family for f in fitted_rows().fits if f.op is op]
     if families:
         other = "f16" if "f16" in families else families[0]
@@ -247,16 +247,16 @@ def usual_spread(op: OpClass) -> float:
 
 
 def relatives(spec: Gpu, rows: list[Fit]) -> tuple[str, list[Fit]]:
-    """Limits of one board are not lent."""
+    """Kinship and rows of the nearest relatives. A row whose `ec` is set, not fitted, lends nothing."""
     donors = [(f, gpu(f.gpu)) for f in rows if f.gpu != spec.name and "ec" not in f.assumed]
     same_arch = [(f, g) for f, g in donors if g.arch == spec.arch and g.memory_kind == spec.memory_kind]
-    for kinship, found in (
+    for kinship, nearest in (
         ("chip", [f for f, g in donors if g.chip == spec.chip]),
         ("arch", [f for f, _ in same_arch]),
         ("memory", [f for f, g in donors if g.memory_kind == spec.memory_kind]),
     ):
-        if found:
-            return kinship, found
+        if nearest:
+            return kinship, nearest
     return "any", [f for f, _ in donors]
 
 

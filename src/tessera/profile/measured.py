@@ -125,7 +125,7 @@ class _Session:
 
     def measure(self) -> Measured:
         whole, why = self._whole() if self._only is None else (None, ())
-        todo = {g.launches[0]: g for g in self._groups if self._is_wanted(g)}
+        todo = {g.launches[0]: g for g in self._groups if self._needs_timing(g)}
         last = max(todo, default=-1)
         for index in range(last + 1):
             if index in todo:
@@ -133,60 +133,61 @@ class _Session:
             if index < last:
                 self._timer.run(index)
         notes = (*self._timer.remarks, *why, *self._throttling())
-        found, num = (self._device, self._machine, self._timings()), len(self._groups)
-        return Measured(*found, whole, self._missed(), num, self._num_timed, notes)
+        timings, missed = self._timings(), self._missed()
+        num_distinct, num_timed = len(self._groups), self._num_timed
+        return Measured(self._device, self._machine, timings, whole, missed, num_distinct, num_timed, notes)
 
-    def _is_wanted(self, group: Distinct) -> bool:
+    def _needs_timing(self, group: Distinct) -> bool:
         launch = self._trace.launches[group.launches[0]]
         starts_none = class_of(self._trace.kernels[launch.kernel]) is OpClass.ALLOCATION
-        known = self._store.row("launch", group.key).timing or self._store.row("failed", group.key).why
+        outcome = self._store.row("launch", group.key).timing or self._store.row("failed", group.key).why
         if self._only is not None and self._only.isdisjoint(group.launches):
             return False
-        return known is None and not starts_none and not is_zero_size(launch)
+        return outcome is None and not starts_none and not is_zero_size(launch)
 
     def _time(self, group: Distinct) -> None:
         index = group.launches[0]
         kernel = self._trace.kernel_of(index).name
         self._advance(f"{self._device.name}: {kernel}")
         try:
-            found = self._steady(index, group)
+            result = self._steady(index, group)
         except CannotTime as error:
             self._store.add("failed", group.key, kernel, why=error.message)
             return
         except DeviceGone as error:
             self._store.add("failed", group.key, kernel, why=f"the device was lost here: {error.message}")
             raise
-        self._store.add("launch", group.key, kernel, timing=found)
+        self._store.add("launch", group.key, kernel, timing=result)
         self._num_timed += 1
 
     def _steady(self, index: int, group: Distinct) -> Timing:
-        """After retries at any clock, with a note."""
+        """At the clock of the session's start; after RETRIES at any clock, with a note."""
         for _ in range(1 + RETRIES):
-            found = timing(self._timer.time(index, group.cold, self._enough))
+            result = timing(self._timer.time(index, group.cold, self._enough))
             clock, start = self._timer.clock_mhz(), self._machine.clock_mhz
             if clock is None or start is None or clock >= THROTTLED * start:
-                return found
+                return result
             slow = f"{index} ({self._trace.kernel_of(index).name}) at {clock:.0f} MHz"
         self._slow.append(slow)
-        return found
+        return result
 
     def _whole(self) -> tuple[Timing | None, tuple[str, ...]]:
-        known = self._store.row("whole", self._trace.digest).timing
-        if known is not None:
-            return known, ()
+        whole = self._store.row("whole", self._trace.digest).timing
+        if whole is not None:
+            return whole, ()
         self._advance(f"{self._device.name}: the whole step")
         try:
-            found = timing(self._timer.whole(self._enough))
+            whole = timing(self._timer.whole(self._enough))
         except CannotTime as error:
             return None, (f"{self._device.name}: the whole step was not measured: {error.message}",)
-        self._store.add("whole", self._trace.digest, timing=found)
-        return found, ()
+        self._store.add("whole", self._trace.digest, timing=whole)
+        return whole, ()
 
     def _timings(self) -> tuple[Timing | None, ...]:
-        found = {
+        by_launch = {
             n: self._store.row("launch", group.key).timing for group in self._groups for n in group.launches
         }
-        return tuple(found[index] for index in range(len(self._trace.launches)))
+        return tuple(by_launch[index] for index in range(len(self._trace.launches)))
 
     def _missed(self) -> tuple[Missed, ...]:
         return tuple(
@@ -214,12 +215,12 @@ class Reconciled:
     notes: tuple[str, ...]
 
 
-def reconcile(found: Measured, others: tuple[Cost, ...]) -> Reconciled:
-    pairs = tuple(zip(found.timings, others, strict=True))
+def reconcile(measured: Measured, others: tuple[Cost, ...]) -> Reconciled:
+    pairs = tuple(zip(measured.timings, others, strict=True))
     measured_us = sum(t.us for t, _ in pairs if t is not None)
     other_us = sum(c.us for t, c in pairs if t is None)
-    whole_us = found.whole.us if found.whole else None
-    scale, notes = _scale(found.device, measured_us, other_us, whole_us)
+    whole_us = measured.whole.us if measured.whole else None
+    scale, notes = _scale(measured.device, measured_us, other_us, whole_us)
     gap = abs(scale - 1.0)
     costs = tuple(
         c if t is None else Cost(t.us * scale, Source.MEASURED, max(LEAST_ERROR, hypot(t.rel_error, gap)))
@@ -256,14 +257,14 @@ def cold_buffers(trace: Trace, cache_bytes: int) -> list[frozenset[int]]:
     window = cache_bytes * USEFUL_CACHE
     touched: dict[int, deque[tuple[float, int]]] = defaultdict(deque)
     passed = 0.0
-    found = []
+    cold: list[frozenset[int]] = []
     for launch in trace.launches:
         reads, writes = _bytes(launch, reading=True), _bytes(launch, reading=False)
-        found.append(frozenset(b for b, n in reads.items() if _recent(touched[b], passed - window) < n / 2))
+        cold.append(frozenset(b for b, n in reads.items() if _recent(touched[b], passed - window) < n / 2))
         passed += work_of(trace.kernels[launch.kernel], launch).num_bytes
         for buffer in {**reads, **writes}:
             touched[buffer].append((passed, max(reads.get(buffer, 0), writes.get(buffer, 0))))
-    return found
+    return cold
 
 
 def _recent(history: deque[tuple[float, int]], since: float) -> int:
@@ -300,13 +301,13 @@ def needs_measuring(device: Device) -> bool:
 
 
 def combine(
-    trace: Trace, devices: tuple[Device, ...], found: Mapping[str, Measured]
+    trace: Trace, devices: tuple[Device, ...], by_device: Mapping[str, Measured]
 ) -> tuple[Costs, dict[str, Reconciled]]:
     columns: list[tuple[Cost, ...]] = []
     reconciled: dict[str, Reconciled] = {}
     by_gpu = modelled(trace, (d.gpu for d in devices if d.gpu), installed_tables())
     for device in devices:
-        measured = found.get(device.name)
+        measured = by_device.get(device.name)
         if measured is None:
             columns.append(_modelled(by_gpu, device))
             continue

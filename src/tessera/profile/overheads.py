@@ -142,8 +142,8 @@ def _reduction(terms: dict[str, float], launch: Launch, view: View, out: View) -
 
 
 def _reduces_inner(launch: Launch, view: View) -> bool:
-    given = launch.args[1] if len(launch.args) > 1 else dict(launch.kwargs).get("dim")
-    dims = given if isinstance(given, tuple) else (given,)
+    dim = launch.args[1] if len(launch.args) > 1 else dict(launch.kwargs).get("dim")
+    dims = dim if isinstance(dim, tuple) else (dim,)
     reduced = {d % len(view.shape) for d in dims if type(d) is int and view.shape}
     inner = {i for i, (n, s) in enumerate(zip(view.shape, view.stride, strict=True)) if s == 1 and n > 1}
     return not reduced or bool(reduced & inner)
@@ -184,7 +184,7 @@ def _convolution(terms: dict[str, float], launch: Launch, ins: tuple[View, ...],
 
 
 def _add_index(terms: dict[str, float], views: Sequence[View], out: View) -> None:
-    """In the order of `out`; none if vectorised."""
+    """Terms of a kernel that visits elements in the order of `out`; none if it is vectorised."""
     sizes, strides = joined_dims(views, out)
     if len(sizes) <= 1 and all(column[0] == 1 for column in strides if column):
         return
@@ -226,7 +226,7 @@ def _broadcast(view: View, rank: int) -> list[int]:
 
 def is_dense(view: View) -> bool:
     steps = zip(view.shape, view.stride, dense(view).stride, strict=True)
-    return all(n <= 1 or stride == wanted for n, stride, wanted in steps)
+    return all(n <= 1 or stride == packed for n, stride, packed in steps)
 
 
 def dense(view: View) -> View:

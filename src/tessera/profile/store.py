@@ -103,9 +103,9 @@ class Store:
     def row(self, kind: Kind, key: str) -> StoredRow:
         return self._rows.get((kind, key), NOTHING)
 
-    def add(self, kind: Kind, key: str, kernel: str = "", **found: Any) -> None:
-        """At once: a crash does not lose it."""
-        row = StoredRow(kind, key, self._machine.identity, self._machine.clock_mhz, kernel, **found)
+    def add(self, kind: Kind, key: str, kernel: str = "", **values: Any) -> None:
+        """Writes the row at once, so that a crash does not lose it."""
+        row = StoredRow(kind, key, self._machine.identity, self._machine.clock_mhz, kernel, **values)
         self._rows[kind, key] = row
         with self._spared():
             append_rows(self._path, [row])
@@ -121,7 +121,7 @@ class Store:
 
 
 def append_rows(path: Path, rows: Iterable[StoredRow]) -> None:
-    """After ending a half line."""
+    """Ends a half line first."""
     text = b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -221,7 +221,7 @@ def _medians(times: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
     by_size: dict[int, list[float]] = {}
     for num_bytes, us in times:
         by_size.setdefault(num_bytes, []).append(us)
-    return [(n, max(1e-3, median(found))) for n, found in sorted(by_size.items())]
+    return [(n, max(1e-3, median(repeats))) for n, repeats in sorted(by_size.items())]
 
 
 def _fit(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
@@ -238,10 +238,10 @@ def _fit(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 def keep_links(path: Path, fits: Sequence[LinkFit]) -> None:
-    """The last one of a pair counts."""
+    """The last fit of a pair counts."""
     append_rows(path, [StoredRow("link", link=fit) for fit in fits])
 
 
 def stored_links(path: Path | None = None) -> tuple[Link, ...]:
-    found = (row.link.link for row in read_rows(path or default_store()) if row.link is not None)
-    return tuple({(link.src, link.dst): link for link in found}.values())
+    links = (row.link.link for row in read_rows(path or default_store()) if row.link is not None)
+    return tuple({(link.src, link.dst): link for link in links}.values())

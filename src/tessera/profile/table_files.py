@@ -134,7 +134,7 @@ def _attention_query(work: Work) -> tuple[str, tuple[float, ...]] | None:
 
 
 def cache_share(loads: Loads, op: OpClass, spec: Gpu) -> Array:
-    """Found in L2 by the collector."""
+    """Share of the bytes that the collector read from L2."""
     return l2_share(loads.num_bytes, spec) if op is OpClass.DECODE else np.zeros(len(loads.num_bytes))
 
 
@@ -277,26 +277,26 @@ class Rows:
 def read_rows(file: TableFile, variant: str, store: TableCache) -> Rows:
     kind = KINDS[file.op]
     key = key_of([file.path], "rows", file.op, variant)
-    found = store.get(key)
-    if found is None:
-        found = _read(file, kind, variant)
-        store.put(key, found)
-    us = found["us"]
+    arrays = store.get(key)
+    if arrays is None:
+        arrays = _read(file, kind, variant)
+        store.put(key, arrays)
+    us = arrays["us"]
     if not us.size:
         raise Absent
-    columns = {name: found[name] for name in kind.columns}
+    columns = {name: arrays[name] for name in kind.columns}
     timed = np.isfinite(us) & (us > 0)
     kept = {c: x[timed] for c, x in columns.items()}
-    return Rows(file, variant, kept, us[timed], str(found["kernel"]), int((~timed).sum()))
+    return Rows(file, variant, kept, us[timed], str(arrays["kernel"]), int((~timed).sum()))
 
 
 def _read(file: TableFile, kind: Kind, variant: str) -> Arrays:
     parquet = extra_module("pyarrow.parquet", "tables", "pyarrow")
     try:
         present = set(parquet.read_schema(file.path).names)
-        wanted = _wanted(kind, present)
+        names = _column_names(kind, present)
         filters = [f for f in kind.filters(variant) if f[0] in present]
-        table = parquet.read_table(file.path, columns=wanted, filters=filters)
+        table = parquet.read_table(file.path, columns=names, filters=filters)
     except (OSError, ValueError) as error:
         raise Unusable(f"it cannot be read: {str(error).splitlines()[0]}") from error
     _check_card(file, table)
@@ -306,7 +306,7 @@ def _read(file: TableFile, kind: Kind, variant: str) -> Arrays:
     return columns | {"us": latency_ms * 1e3, "kernel": np.array(kernel)}
 
 
-def _wanted(kind: Kind, present: set[str]) -> list[str]:
+def _column_names(kind: Kind, present: set[str]) -> list[str]:
     needed = [*kind.columns, "latency"]
     missing = [name for name in needed if name not in present]
     if missing:
@@ -342,12 +342,12 @@ def installed_root() -> Path | None:
 def files_of(root: Path, gpu_name: str, op: OpClass) -> tuple[TableFile, ...]:
     if gpu_name not in SYSTEMS or op not in KINDS:
         return ()
-    kind, found = KINDS[op], []
+    kind, tables = KINDS[op], list[TableFile]()
     for stack in kind.stacks:
         folder = root / SYSTEMS[gpu_name] / kind.family / stack
         versions = sorted(folder.glob(f"*/{kind.file}"), key=_version_key, reverse=True)
-        found += [TableFile(gpu_name, op, stack, path.parent.name, path) for path in versions]
-    return tuple(found)
+        tables += [TableFile(gpu_name, op, stack, path.parent.name, path) for path in versions]
+    return tuple(tables)
 
 
 def _version_key(path: Path) -> tuple[int, ...]:

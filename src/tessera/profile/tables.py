@@ -71,8 +71,7 @@ class Surface:
     def at(self, places: Array) -> tuple[Array, Array]:
         """log(measured / modelled), and the distance to the nearest point."""
         count = min(NEAREST, len(self.places))
-        found = self.tree.query(places, k=list(range(1, count + 1)))
-        distance, index = (np.asarray(x) for x in found)
+        distance, index = map(np.asarray, self.tree.query(places, k=list(range(1, count + 1))))
         nearest, between = distance[:, 0], _weighted(distance, self.residual[index])
         return np.where(nearest < RADII[0], self.residual[index[:, 0]], between), nearest
 
@@ -84,8 +83,8 @@ class Surface:
     def errors(self) -> Array:
         """At each of RADII, never decreasing."""
         step = max(1, len(self.places) // MAX_JUDGED)
-        found = [self._errors_of(i) for i in range(step // 2, len(self.places), step)]
-        means = np.nanmean(np.array(found), axis=0)
+        errors = [self._errors_of(i) for i in range(step // 2, len(self.places), step)]
+        means = np.nanmean(np.array(errors), axis=0)
         return np.asarray(np.maximum.accumulate(means), dtype=np.float64)
 
     def _errors_of(self, judged: int) -> list[float]:
@@ -137,14 +136,14 @@ def load_source(root: Path, file: TableFile, variant: str, store: TableCache) ->
     rows = table_files.read_rows(file, variant, store)
     if len(rows.us) < MIN_ROWS:
         raise Unusable(f"it has {len(rows.us)} rows, fewer than {MIN_ROWS}")
-    base, may, wrong = against_model(rows, spec)
+    base, usable, wrong = against_model(rows, spec)
     if (share := float(wrong.mean())) > MAX_IMPOSSIBLE:
         raise Unusable(
             f"{share:.0%} of its rows are faster than a {spec.full_name} can compute or read memory"
         )
     if file.op is OpClass.PREFILL:
         _check_growth(rows)
-    kept = np.flatnonzero(may & ~wrong)
+    kept = np.flatnonzero(usable & ~wrong)
     places = KINDS[file.op].places(rows.columns)[kept]
     surface = Surface(places, np.asarray(np.log(rows.us[kept] / base[kept]), dtype=np.float64))
     errors, spread, ratios = _judged(root, rows, surface, store)
@@ -161,9 +160,9 @@ def against_model(rows: Rows, spec: Gpu) -> tuple[Array, Mask, Mask]:
     params = fitted.model_for(spec.name, rows.file.op, "f8" if dtype.startswith("float8") else "f16").params
     base = np.sum([fitted.predict(params, x, peaks) for x in loads], axis=0)
     wrong = impossible(rows.us, loads, peaks)
-    may = table_files.usable(rows.columns, loads, wrong, rows.file.op)
+    usable = table_files.usable(rows.columns, loads, wrong, rows.file.op)
     # For experts an impossible row means another layer than assumed, not a wrong time.
-    return base, may, wrong & may if rows.file.op is OpClass.GROUPED else wrong
+    return base, usable, wrong & usable if rows.file.op is OpClass.GROUPED else wrong
 
 
 def _judged(root: Path, rows: Rows, surface: Surface, store: TableCache) -> tuple[Array, float, list[float]]:
@@ -172,13 +171,13 @@ def _judged(root: Path, rows: Rows, surface: Surface, store: TableCache) -> tupl
     key = table_files.key_of(
         [rows.file.path, *(o.path for o in others)], "verdict", rows.file.op, rows.variant, _fitted()
     )
-    found = store.get(key)
-    if found is None:
+    arrays = store.get(key)
+    if arrays is None:
         ratios, spreads = _compared(rows, others, store)
         spread = float(np.median(spreads)) if spreads else fitted.usual_spread(rows.file.op)
-        found = {"errors": surface.errors(), "spread": np.array([spread]), "ratios": np.array(ratios)}
-        store.put(key, found)
-    return found["errors"], float(found["spread"][0]), [float(r) for r in found["ratios"]]
+        arrays = {"errors": surface.errors(), "spread": np.array([spread]), "ratios": np.array(ratios)}
+        store.put(key, arrays)
+    return arrays["errors"], float(arrays["spread"][0]), [float(r) for r in arrays["ratios"]]
 
 
 def _compared(rows: Rows, others: list[TableFile], store: TableCache) -> tuple[list[float], list[float]]:
@@ -237,9 +236,8 @@ def _exponents(rows: Rows) -> list[float]:
 
 
 def log_ratios(rows: Rows, other: Rows) -> Array:
-    """log(time here / time there) of long kernels in both tables."""
-    here, there = _keys(rows), _keys(other)
-    _, i, j = np.intersect1d(here, there, return_indices=True)
+    """log(time / time in the other table) of long kernels that both have."""
+    _, i, j = np.intersect1d(_keys(rows), _keys(other), return_indices=True)
     long = np.minimum(rows.us[i], other.us[j]) >= fitted.LONG_US
     return np.asarray(np.log(rows.us[i][long] / other.us[j][long]), dtype=np.float64)
 
@@ -294,29 +292,29 @@ class Tables:
         return TableChoice(None, tuple(rejected))
 
     def passed_over(self, gpu_name: str, works: Sequence[Work]) -> list[tuple[TableFile, str]]:
-        asked = [(w.op, KINDS[w.op].query(w)) for w in works if w.op in KINDS]
-        variants = dict.fromkeys((op, query[0]) for op, query in asked if query)
+        queries = [(w.op, KINDS[w.op].query(w)) for w in works if w.op in KINDS]
+        variants = dict.fromkeys((op, query[0]) for op, query in queries if query)
         return [x for op, variant in variants for x in self.choice(gpu_name, op, variant).rejected]
 
     def price_many(self, works: Sequence[Work], gpu_name: str) -> list[Cost | None]:
         costs: list[Cost | None] = [None] * len(works)
         alike: dict[tuple[OpClass, str, str], list[tuple[int, tuple[float, ...]]]] = {}
         for i, work in enumerate(works):
-            asked = KINDS[work.op].query(work) if work.op in KINDS else None
-            if asked:
-                alike.setdefault((work.op, asked[0], work.dtype), []).append((i, asked[1]))
-        for (op, variant, _), asked_of in alike.items():
+            query = KINDS[work.op].query(work) if work.op in KINDS else None
+            if query:
+                variant, place = query
+                alike.setdefault((work.op, variant, work.dtype), []).append((i, place))
+        for (op, variant, _), members in alike.items():
             source = self.choice(gpu_name, op, variant).source
             if source:
-                indices = [i for i, _ in asked_of]
-                group = [works[i] for i in indices]
-                found = _ask(source, group, [place for _, place in asked_of], gpu(gpu_name))
-                for i, cost in zip(indices, found, strict=True):
+                group, places = [works[i] for i, _ in members], [place for _, place in members]
+                prices = _prices(source, group, places, gpu(gpu_name))
+                for (i, _), cost in zip(members, prices, strict=True):
                     costs[i] = cost
         return costs
 
 
-def _ask(
+def _prices(
     source: VariantTable, works: Sequence[Work], places: Sequence[tuple[float, ...]], spec: Gpu
 ) -> list[Cost | None]:
     points = np.array(places, dtype=np.float64)
