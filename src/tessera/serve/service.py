@@ -31,6 +31,7 @@ GRACE_S = 30.0
 MIN_WINDOW_S = 2.0
 # Seconds of step times before costs are judged: replanning takes a core for a while.
 COST_S = 30.0
+Policies = tuple[ServicePlan, ...]
 
 
 def say(line: str) -> None:
@@ -43,7 +44,7 @@ def _monitor(capabilities: tuple[Capability, ...]) -> Monitor:
     return Monitor(capabilities, MonitorConfig(window_s=window_s, cost_windows=costs))
 
 
-class Service(Engine):
+class Service:
     """`policy` "auto": the monitor chooses. `capabilities` are rehearsed by default. No `planner`: plans
     stay.
     """
@@ -65,24 +66,32 @@ class Service(Engine):
         planner: Planner[ServicePlan] | None = None,
         log: Callable[[str], None] = say,
     ) -> None:
-        super().__init__(stepper, policies, shape, max_waiting, meters, sight, prefix_caching)
-        self.text, self.model = text, model
+        self.text, self.model, self.shape, self._stepper = text, model, shape, stepper
         self._most_tokens = min(
             shape.capacity, *(shape.of_group(g).max_tokens for policy in policies for g in policy.groups)
         )
         names = tuple(policy.policy for policy in policies)
         check_known("policy", policy, (AUTO, *names))
+        self._engine = Engine(stepper, policies, shape, max_waiting, meters, sight, prefix_caching)
         monitor = None
         if policy != AUTO:
             self.switch(policy)
         elif len(names) > 1 or planner is not None:
             monitor = _monitor(tuple(capabilities) or rated(policies, shape))
-        self.controller = self._controller = Controller(self, policies, monitor, planner, log)
-        self._thread = threading.Thread(target=self.run, name="tessera-engine", daemon=True)
+        self._controller = Controller(self._engine, policies, monitor, planner, log)
+        self._engine.controller = self._controller
+        self._thread = threading.Thread(target=self._engine.run, name="tessera-engine", daemon=True)
 
     @property
-    def policies(self) -> tuple[ServicePlan, ...]:
-        return self.scheduler.policies
+    def policies(self) -> Policies:
+        return self._engine.scheduler.policies
+
+    @property
+    def policy(self) -> str:
+        return self._engine.policy
+
+    def switch(self, policy: str) -> None:
+        self._engine.switch(policy)
 
     def __enter__(self) -> "Service":
         self.start()
@@ -96,19 +105,23 @@ class Service(Engine):
 
     def stop(self, grace_s: float = GRACE_S) -> bool:
         """True if all answers finished within the grace."""
-        self.close(time.monotonic() + grace_s)
+        self._engine.close(time.monotonic() + grace_s)
         if self._thread.ident is not None:
             self._thread.join()  # includes the running step, which cannot be cancelled
-        self.end_planning()
-        return not self.was_cut
+        self._engine.end_planning()
+        return not self._engine.was_cut
+
+    @property
+    def failure(self) -> str:
+        return self._engine.failure
 
     def answer(self, ask: Ask, beside: Answer | None = None) -> Answer:
         self._check(ask)
         reader, answer = self.text.reader(ask.prompt if ask.continues else ()), beside or Answer()
         request = ActiveRequest(ask, reader, self.text.end)
         request.buffer.waiter = answer.waiter
-        self.accept(request)
-        answer.add(request.buffer, lambda: self.cancel(request))
+        self._engine.accept(request)
+        answer.add(request.buffer, lambda: self._engine.cancel(request))
         return answer
 
     def _check(self, ask: Ask) -> None:
@@ -133,10 +146,10 @@ class Service(Engine):
                 )
 
     def snapshot(self) -> Snapshot:
-        router, meters = self.scheduler, self.meters
+        router, meters = self._engine.scheduler, self._engine.meters
         microbatches, plan = list(router.microbatches.values()), router.service_plan
         pools = router.every_pool()
-        bytes_per_s = {(x.src, x.dst): x.gbps * 1e9 for x in self.stepper.plans[0].cluster.links}
+        bytes_per_s = {(x.src, x.dst): x.gbps * 1e9 for x in self._stepper.plans[0].cluster.links}
         return Snapshot(
             model=self.model,
             policy=plan.policy,
@@ -147,13 +160,13 @@ class Service(Engine):
             waiting=len(router.queue),
             groups=router.views(),
             expected=plan.expected,
-            load=self._controller.history.view(self.now_s(), plan.load),
+            load=self._controller.history.view(self._engine.now_s(), plan.load),
             host_ms=None if meters.host_s is None else 1e3 * meters.host_s,
             pages_used=sum(pool.num_used for pool in pools),
             pages=sum(pool.num_pages - 1 for pool in pools),
             tokens_per_s=meters.tokens_per_s,
             latency=meters.latency,
-            up_s=self.now_s(),
+            up_s=self._engine.now_s(),
             finished=dict(meters.finished),
             experts=dict(meters.experts),
             decisions=tuple(self._controller.decisions),
@@ -162,8 +175,8 @@ class Service(Engine):
         )
 
     def _devices(self) -> tuple[DeviceView, ...]:
-        meters, lost = self.meters, frozenset(self.scheduler.lost)
-        busy, memory = meters.busy(), {d.name: d.memory_bytes for d in self.stepper.plans[0].cluster.devices}
+        meters, lost = self._engine.meters, frozenset(self._engine.scheduler.lost)
+        busy, memory = meters.busy(), {d.name: d.memory_bytes for d in self._stepper.plans[0].cluster.devices}
         found = []
         for name in dict.fromkeys((*memory, *busy, *sorted(lost))):
             is_lost = name in lost

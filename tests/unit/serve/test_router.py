@@ -55,7 +55,7 @@ by_seed = pytest.mark.parametrize(
 
 
 def router_of(service: Service) -> Router:
-    return service.scheduler
+    return service._engine.scheduler
 
 
 def users_of(router: Router) -> dict[int, Counter[int]]:
