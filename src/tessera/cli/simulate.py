@@ -29,7 +29,7 @@ ARRIVALS_HELP = (
     "Requests over time: a CSV file (BurstGPT or Azure), poisson:RATE, bursty:RATE[,PEAK,SHARE,SECONDS] or "
     "batch:N."
 )
-LENGTHS_HELP = "Prompt and answer tokens: fixed:P,O, geometric:P,O or lognormal:P,O,SIGMA."
+LENGTHS_HELP = "Prompt and answer tokens: fixed:P,O, uniform:P,O, geometric:P,O or lognormal:P,O,SIGMA."
 
 
 @dataclass(frozen=True)

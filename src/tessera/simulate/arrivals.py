@@ -109,7 +109,7 @@ def make_lengths(text: str, num: int, seed: int = 0) -> tuple[tuple[int, ...], t
     numbers = _numbers(text, rest, "--lengths")
     wanted = 3 if kind == "lognormal" else 2
     if len(numbers) != wanted or min(numbers[:2]) < 1.0:
-        remedy = "Write fixed:512,128, geometric:512,128 or lognormal:512,128,0.7."
+        remedy = "Write fixed:512,128, uniform:512,128, geometric:512,128 or lognormal:512,128,0.7."
         raise ArrivalsError(f"'{text}' is not a pair of mean lengths of at least one", remedy, "--lengths")
     random = np.random.default_rng([seed, 3])
     drawn = [_drawn(kind, mean, numbers[-1], num, random) for mean in numbers[:2]]
