@@ -112,8 +112,8 @@ def _record(
 ) -> AdviceRecord:
     plans = tuple(plan for plan, _ in planned)
     files = _save(plans, bool(advice.have), folder) if folder else ()
-    made = (plan_model.PlannedModel(plan, found, advice.is_compiled) for plan, found in planned)
-    figures = tuple(map(plan_model.model_figures, made))
+    models = (plan_model.PlannedModel(plan, comparison, advice.is_compiled) for plan, comparison in planned)
+    figures = tuple(map(plan_model.model_figures, models))
     answer = _use(advice) if advice.have else _rent(advice, figures[0])
     remarks = (*advice.notes, f"Costs: {figures[0].costs.sentence}")
     if page is not None:
@@ -162,16 +162,17 @@ def _times(way: Candidate) -> str:
 
 
 def _doubts(advice: Advice) -> list[str]:
-    choice, load, found = advice.advised, advice.load, []
+    choice, load = advice.advised, advice.load
+    doubts = []
     least = choice.requests_per_s / (1 + choice.error)
     if least < load.rate_per_s:
-        found.append(
+        doubts.append(
             f"The error of the costs is larger than the margin: {text_of(least)} {load.unit}/s if every "
             "launch takes that much longer. Raise --margin, or name cards that were measured with --gpus."
         )
     if any(gpu(name).vendor != "NVIDIA" for name in choice.gpus):
-        found.append("Tessera prices AMD cards but does not run on them; leave them out with --gpus.")
-    return found
+        doubts.append("Tessera prices AMD cards but does not run on them; leave them out with --gpus.")
+    return doubts
 
 
 def _use(advice: Advice) -> list[str]:

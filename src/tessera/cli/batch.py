@@ -82,16 +82,16 @@ def batch(
 
 
 def _requests(path: Path) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    requests: dict[str, dict[str, Any]] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if line.strip():
             request = _request(line, f"{path}:{number}")
-            if found.setdefault(request["custom_id"], request) is not request:
+            if requests.setdefault(request["custom_id"], request) is not request:
                 message = f"custom_id '{request['custom_id']}' stands twice"
                 raise TesseraError(message, "Give every request its own.", f"{path}:{number}")
-    if not found:
+    if not requests:
         raise TesseraError("the file has no request", "Write one JSON object per line.", str(path))
-    return found
+    return requests
 
 
 def _request(line: bytes, place: str) -> dict[str, Any]:
@@ -99,8 +99,8 @@ def _request(line: bytes, place: str) -> dict[str, Any]:
         request: dict[str, Any] = json.loads(line)
     except ValueError as error:
         raise TesseraError(f"not JSON: {error}", place=place) from None
-    wanted: dict[str, Any] = {"custom_id": str, "url": str, "body": dict}
-    for name, kind in wanted.items():
+    kinds: dict[str, Any] = {"custom_id": str, "url": str, "body": dict}
+    for name, kind in kinds.items():
         if not isinstance(request, dict) or not isinstance(request.get(name), kind):
             raise TesseraError(f"'{name}' is missing", "See OpenAI's batch format.", place)
     if request.get("method", "POST") != "POST" or request["url"] not in PATHS:

@@ -127,7 +127,7 @@ class BenchServe(Columns, frozen=True):  # type: ignore[call-arg, misc, valid-ty
 
 ARRIVALS_HELP = "Arrival times as in `tessera simulate --arrivals`, for example a CSV log."
 TWICE = "--rate and --arrivals both say when to send; give one of them"
-NEEDS_RATE = only_if(lambda given: given.get("rate_per_s"), "needs --rate")
+NEEDS_RATE = only_if(lambda params: params.get("rate_per_s"), "needs --rate")
 
 
 @dataclass(frozen=True)
@@ -177,12 +177,12 @@ class SentRequests:
     def options(self) -> "LoadOptions":
         from tessera.serve.load import LoadOptions
 
-        given = asdict(self) | {"num_requests": self.num_requests or NUM_REQUESTS}
+        values = asdict(self) | {"num_requests": self.num_requests or NUM_REQUESTS}
         if self.arrivals:
-            given["arrivals"] = make_arrivals(self.arrivals, self.num_requests, self.seed)
-        if given.pop("verify"):
-            given["num_distinct"] = self.num_distinct or NUM_DISTINCT
-        return LoadOptions(**given)
+            values["arrivals"] = make_arrivals(self.arrivals, self.num_requests, self.seed)
+        if values.pop("verify"):
+            values["num_distinct"] = self.num_distinct or NUM_DISTINCT
+        return LoadOptions(**values)
 
 
 def bench_serve(

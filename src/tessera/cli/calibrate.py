@@ -59,10 +59,10 @@ def calibrate(
     A launch that was measured is priced at its time, others of its class by the ratio of measured to
     modelled.
     """
-    found = parse_devices(device)
-    if len(found) != 1 or not needs_measuring(found[0]) or found[0].num_sms:
+    devices = parse_devices(device)
+    if len(devices) != 1 or not needs_measuring(devices[0]) or devices[0].num_sms:
         raise TesseraError(f"'{device}' is no whole device of this machine", "Name cuda:0 or cpu.", "DEVICE")
-    return _calibrated(found[0], model, num, store_at(store, any_clock=True))
+    return _calibrated(devices[0], model, num, store_at(store, any_clock=True))
 
 
 def _calibrated(device: Device, model: str, num: int, kept: partial[Store]) -> CalibrationReport:
@@ -79,22 +79,22 @@ def _calibrated(device: Device, model: str, num: int, kept: partial[Store]) -> C
     every = [work for listed in counted for work in listed]
     # Not the prices of an earlier calibration.
     before = price_works(every, priced_as, None, corrections.packaged())
-    wanted = frozenset(corrections.chosen(every, before, num))
+    selected = frozenset(corrections.chosen(every, before, num))
     modelled = dict(zip(every, before, strict=True))
     rows: dict[Work, MeasuredWork] = {}
     about: dict[str, str] = {}
     for trace, listed in zip(traces, counted, strict=True):
-        only = frozenset(i for i, work in enumerate(listed) if work in wanted)
+        only = frozenset(i for i, work in enumerate(listed) if work in selected)
         measured = measure_device(trace, device, kept, only=only)
         about = dict(measured.machine.identity)
         for work, timing in zip(listed, measured.timings, strict=True):
-            if timing is not None and work in wanted:
+            if timing is not None and work in selected:
                 rows[work] = MeasuredWork(work, timing.us, modelled[work].us)
     if not rows:
         raise TesseraError(f"no launch could be timed on {device.name}", "See `tessera profile --devices`.")
-    made = corrections.Corrections(gpu_name, about, rows=tuple(rows.values()))
-    corrections.save(made, path)
-    after = [made.apply_rows(*pair) for pair in zip(every, before, strict=True)]
+    calibration = corrections.Corrections(gpu_name, about, rows=tuple(rows.values()))
+    corrections.save(calibration, path)
+    after = [calibration.apply_rows(*pair) for pair in zip(every, before, strict=True)]
 
     def sure(costs: list[Cost]) -> Sureness:
         priced = zip(every, costs, strict=True)
@@ -118,12 +118,13 @@ def _traces(model: str, is_small: bool) -> list[Trace]:
         from tessera.capture import place_of, record_step
         from tessera.capture.models import steps_of_model
 
-        place, kinds, found = place_of(model), steps_of_model(model), []
+        place, kinds = place_of(model), steps_of_model(model)
+        traces = []
         steps = [step for step in (SMALL_STEPS if is_small else STEPS) if step[0] in kinds]
         for kind, batch, context in steps or [(kinds[0], 1, 1024)]:
             advance(f"recording {kind}")
-            found.append(record_step(Step(place, kind, batch, context), "cpu" if is_small else "fake"))
-        return found
+            traces.append(record_step(Step(place, kind, batch, context), "cpu" if is_small else "fake"))
+        return traces
 
 
 def _ratios(rows: Iterable[MeasuredWork]) -> dict[str, float]:

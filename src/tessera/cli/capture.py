@@ -118,7 +118,7 @@ def _record_compiled(step: Step, device: str) -> Trace:
 
     if device == "cpu":
         raise TesseraError("Inductor's kernels are for GPUs", "Use --device fake or cuda:N.", "--compiled")
-    if ":" in step.model:  # nothing is known of the program: what no recording can follow is refused
+    if ":" in step.model:  # a user's program: a recording refuses what it cannot follow
         record_step(step, "fake")
     if device == "fake":
         return record_compiled(step)

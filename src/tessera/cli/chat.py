@@ -135,8 +135,8 @@ def chat(
 
     Reads one message per line from the terminal or standard input; the answer appears as it is generated.
     """
-    given = {"temperature": temperature, "max_completion_tokens": max_tokens}
-    options = {name: value for name, value in given.items() if value is not None}
+    values = {"temperature": temperature, "max_completion_tokens": max_tokens}
+    options = {name: value for name, value in values.items() if value is not None}
     opening = [{"role": "system", "content": system}] if system else []
     with server.client(target, effort) as client:
         model, messages = client.model(), list(opening)

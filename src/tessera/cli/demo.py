@@ -127,8 +127,8 @@ def demo(
     return Illustrated(run, tuple(_story(run, small.plan)))
 
 
-def plan_full(wanted: plan_model.PlannedLoad) -> plan_model.PlannedModel:
-    return plan_model.plan_load(FULL_MODEL, wanted, _cluster(FULL_DEVICES, FULL_LINK))
+def plan_full(options: plan_model.PlannedLoad) -> plan_model.PlannedModel:
+    return plan_model.plan_load(FULL_MODEL, options, _cluster(FULL_DEVICES, FULL_LINK))
 
 
 def _cluster(devices: str, link: str) -> Cluster:

@@ -106,15 +106,15 @@ def printed(function: Callable[..., Any]) -> Callable[..., None]:
         for name, (config, names) in configs.items():
             kwargs[name] = config(**{field: kwargs.pop(field) for field in names})
         started_s = time.perf_counter()
-        made: Any = function(**kwargs)
-        if isinstance(made, Generator):
-            for record in made:
+        result: Any = function(**kwargs)
+        if isinstance(result, Generator):
+            for record in result:
                 if not isinstance(record, str):
                     print_record(record, as_json, is_line=True)
                 elif not as_json:
                     typer.echo(record, nl=False)
-        elif made is not None:
-            print_record(made, as_json, seconds=time.perf_counter() - started_s)
+        elif result is not None:
+            print_record(result, as_json, seconds=time.perf_counter() - started_s)
 
     parameters.append(inspect.Parameter("as_json", ONLY_NAMED, default=False, annotation=JsonOption))
     parameters = [parameter.replace(kind=ONLY_NAMED) for parameter in parameters]
@@ -128,10 +128,10 @@ def limit_ms(of: str, **more: Any) -> Any:
 
 
 def print_record(
-    made: "Record | Illustrated[Record]", as_json: bool, is_line: bool = False, seconds: float = 0.0
+    result: "Record | Illustrated[Record]", as_json: bool, is_line: bool = False, seconds: float = 0.0
 ) -> None:
-    """`seconds` of the command, for a record that tells them."""
-    record, pictures = (made.record, made.pictures) if isinstance(made, Illustrated) else (made, ())
+    """`seconds`: time of the command, for a record with that field."""
+    record, pictures = (result.record, result.pictures) if isinstance(result, Illustrated) else (result, ())
     if seconds and "seconds" in record.__struct_fields__:
         record = msgspec.structs.replace(record, seconds=round(seconds, 3))
     if as_json:
@@ -160,12 +160,12 @@ def only_if(test: Callable[[dict[str, Any]], Any], why: str) -> Callable[..., An
 
 def needs(other: str) -> Callable[..., Any]:
     """Callback of an option that makes sense only with another, which is eager."""
-    return only_if(lambda given: given.get(other), f"needs --{other.replace('_', '-')}")
+    return only_if(lambda params: params.get(other), f"needs --{other.replace('_', '-')}")
 
 
 def excludes(other: str, why: str) -> Callable[..., Any]:
     """Callback of an option that makes no sense with another, which is eager."""
-    return only_if(lambda given: not given.get(other), why)
+    return only_if(lambda params: not params.get(other), why)
 
 
 def option_name(param: typer.CallbackParam) -> str:

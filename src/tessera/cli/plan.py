@@ -73,14 +73,14 @@ class PricedDevices:
         by_trace: dict[str, Costs] = {}
         steps = {g.trace.digest: g.trace.step.kind for g in unit.graphs}
         for path in self.costs:
-            found = load(Costs, path)
-            found = replace(found, devices=self._changed(found.devices))
-            if found.trace_digest not in steps:
+            table = load(Costs, path)
+            table = replace(table, devices=self._changed(table.devices))
+            if table.trace_digest not in steps:
                 remedy = "Price this trace with `tessera profile`."
                 raise MismatchError("these are costs of another trace", remedy, str(path))
-            if any(found.devices != other.devices for other in by_trace.values()):
+            if any(table.devices != other.devices for other in by_trace.values()):
                 raise MismatchError("these costs are for other devices than the first", place=str(path))
-            by_trace[found.trace_digest] = found
+            by_trace[table.trace_digest] = table
         if missing := [kind for digest, kind in steps.items() if digest not in by_trace]:
             raise MismatchError(f"no costs for {', '.join(missing)}", "Give --costs once for every trace.")
         costs = tuple(by_trace[graph.trace.digest] for graph in unit.graphs)
@@ -97,7 +97,7 @@ def plan(
         ),
     ],
     prices: PricedDevices,
-    wanted: PlannedLoad,
+    options: PlannedLoad,
     counts: Annotated[
         str | None, option("Runs of each step in a request, as 1,32.", default="1 each", callback=TRACES)
     ] = None,
@@ -125,33 +125,36 @@ def plan(
     and the decode's context is the prefill's context plus its reserve.
     """
     if is_model(traces):
-        return plan_model(traces[0], wanted, prices.cluster(), output)
+        return plan_model(traces[0], options, prices.cluster(), output)
 
-    if wanted.launches:
+    if options.launches:
         raise TesseraError("needs a model's name, not traces", place="--launches")
     constraints = (
         *(parse_constraint(word, True) for word in pin or ()),
         *(parse_constraint(word, False) for word in forbid or ()),
     )
-    given = wanted.objective, wanted.microbatches or NUM_MICROBATCHES, policy, constraints
-    config = PlanConfig(*given, search=search_config(wanted.effort), memory_share=wanted.memory_share)
-    made = _plan_traces(traces, _counts(counts), prices, config)
+    microbatches, search = options.microbatches or NUM_MICROBATCHES, search_config(options.effort)
+    config = PlanConfig(
+        options.objective, microbatches, policy, constraints, search=search, memory_share=options.memory_share
+    )
+    planned = _plan_traces(traces, _counts(counts), prices, config)
     path = output or Path(traces[-1]).with_suffix(".plan")
-    save(made, path)
-    return Illustrated(plan_figures(made, reasons_of(made) if explain else None, path), pictures(made))
+    save(planned, path)
+    reasons = reasons_of(planned) if explain else None
+    return Illustrated(plan_figures(planned, reasons, path), pictures(planned))
 
 
 def prices_of(texts: Sequence[str]) -> dict[str, float]:
     """GPU -> USD per hour."""
 
-    found = {}
+    prices = {}
     for text in texts:
         name, _, usd = text.partition("=")
         with suppress(ValueError):
-            found[gpu(name).name] = float(usd)
-        if not 0 < found.get(gpu(name).name, 0) < math.inf:
+            prices[gpu(name).name] = float(usd)
+        if not 0 < prices.get(gpu(name).name, 0) < math.inf:
             raise TesseraError(f"'{text}' is no price of a card", "Write it as h20=1.10.", "--price")
-    return found
+    return prices
 
 
 def _plan_traces(

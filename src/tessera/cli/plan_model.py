@@ -61,8 +61,8 @@ def is_model(words: Sequence[str]) -> bool:
     return len(words) == 1 and not Path(words[0]).is_file() and not words[0].endswith(".trace")
 
 
-MODEL = only_if(lambda given: is_model(given["traces"]), "needs a model's name, not traces")
-TRACES = only_if(lambda given: not is_model(given["traces"]), "needs traces, not a model's name")
+MODEL = only_if(lambda params: is_model(params["traces"]), "needs a model's name, not traces")
+TRACES = only_if(lambda params: not is_model(params["traces"]), "needs traces, not a model's name")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,75 +178,84 @@ class ModelPlanFigures(Record, frozen=True):
 @dataclass(frozen=True)
 class PlannedModel:
     plan: ir.ServicePlan | ir.Plan
-    found: Comparison
+    comparison: Comparison
     is_compiled: bool = False
     # Why launches are not compiled.
     note: str = ""
 
 
-def plan_model(model: str, wanted: PlannedLoad, cluster: ir.Cluster, output: Path | None) -> ModelPlanFigures:
-    wanted.check()
+def plan_model(model: str, options: PlannedLoad, cluster: ir.Cluster, path: Path | None) -> ModelPlanFigures:
+    options.check()
     with progress("importing torch") as advance:
-        planned = plan_load(model, wanted, cluster, advance)
-    path = output or Path(f"{Path(model).name}.plan")
+        planned = plan_load(model, options, cluster, advance)
+    path = path or Path(f"{Path(model).name}.plan")
     ir.save(planned.plan, path)
     return model_figures(planned, path)
 
 
 def plan_load(
     model: str,
-    wanted: PlannedLoad,
+    options: PlannedLoad,
     cluster: ir.Cluster,
     advance: Callable[[str], None] = lambda text: None,
 ) -> PlannedModel:
     from tessera.advise.raters import ServiceRater, rater_of
     from tessera.planning import read_frequencies
 
-    often = read_frequencies(wanted.expert_frequencies) if wanted.expert_frequencies else {}
-    search, sizes = search_config(wanted.effort), (wanted.batch, wanted.microbatches)
-    given = wanted.launches or "", search, wanted.memory_share, wanted.objective, wanted.random_weights
-    rater = rater_of(ModelLoad(model, wanted.load, *given, often, *sizes), cluster, advance)
-    for name, value in zip(("--batch", "--microbatches"), sizes, strict=True):
+    target = ModelLoad(
+        model,
+        options.load,
+        launches=options.launches or "",
+        search=search_config(options.effort),
+        memory_share=options.memory_share,
+        objective=options.objective,
+        random_weights=options.random_weights,
+        frequencies=read_frequencies(options.expert_frequencies) if options.expert_frequencies else {},
+        batch=options.batch,
+        microbatches=options.microbatches,
+    )
+    rater = rater_of(target, cluster, advance)
+    for name, value in (("--batch", options.batch), ("--microbatches", options.microbatches)):
         if value is not None and isinstance(rater, ServiceRater):
             remedy = "Leave it out, or plan decodes alone with --output-tokens 0."
             raise TesseraError("sequences and microbatches of a service are chosen", remedy, name)
-    plan, found = rater.plan(cluster)
+    plan, comparison = rater.plan(cluster)
     notes = [rater.note] if rater.note else []
     last = rater.trace.step
     if last.kind not in ("decode", "tokens") or ":" in last.model:  # a picture, or the user's callable
         notes.insert(0, ROWS)
-    return PlannedModel(plan, found, rater.is_compiled, "; ".join(notes))
+    return PlannedModel(plan, comparison, rater.is_compiled, "; ".join(notes))
 
 
 def model_figures(planned: PlannedModel, output: Path | None = None) -> ModelPlanFigures:
-    found, note = planned.found, planned.note
-    best = found.best_baseline
-    parallel = next((o for o in found.baselines if o.policy == "data-parallel"), None)
-    own, chosen = _own_figures(planned.plan), found.chosen
+    comparison, note = planned.comparison, planned.note
+    best, baselines = comparison.best_baseline, comparison.baselines
+    parallel = next((o for o in baselines if o.policy == "data-parallel"), None)
+    figures, chosen = _figures_by_kind(planned.plan), comparison.chosen
     sizes = {rival.policy: rival.groups for rival in getattr(planned.plan, "rivals", ())}
-    costs: Sureness = own["costs"]
+    costs: Sureness = figures["costs"]
     return ModelPlanFigures.of(
         chosen,
-        objective=found.objective,
-        policy=found.policy,
+        objective=comparison.objective,
+        policy=comparison.policy,
         batches=chosen.batch,
-        baselines={o.policy: PolicyFigures.of(o, groups=sizes.get(o.policy, ())) for o in found.baselines},
+        baselines={o.policy: PolicyFigures.of(o, groups=sizes.get(o.policy, ())) for o in baselines},
         best_baseline=best.policy if best else None,
-        ratio_to_best_baseline=found.ratio_to(best) if best else None,
-        ratio_to_data_parallel=found.ratio_to(parallel) if parallel else None,
+        ratio_to_best_baseline=comparison.ratio_to(best) if best else None,
+        ratio_to_data_parallel=comparison.ratio_to(parallel) if parallel else None,
         launches="compiled" if planned.is_compiled else "eager",
         output=output,
         notes=(
             f"Costs: {costs.sentence}",
-            how_sure(found, costs.rel_error),
+            how_sure(comparison, costs.rel_error),
             *([f"Note: {note}"] if note else []),
         ),
-        headline=verdict(found, own["source"].split()[0]),
-        **own,
+        headline=verdict(comparison, figures["source"].split()[0]),
+        **figures,
     )
 
 
-def _own_figures(plan: ir.ServicePlan | ir.Plan) -> dict[str, Any]:
+def _figures_by_kind(plan: ir.ServicePlan | ir.Plan) -> dict[str, Any]:
     if isinstance(plan, ir.Plan):
         return {
             "source": "simulated on modelled costs",
@@ -286,35 +295,35 @@ def memory_figures(memory: Sequence[DeviceMemory]) -> dict[str, MemoryFigures]:
     }
 
 
-def _ratios(found: Comparison) -> dict[str, float]:
-    best = found.best_baseline
-    listed = [o for o in found.baselines if o is best or o.policy == "data-parallel"]
-    return {o.policy: found.ratio_to(o) for o in sorted(listed, key=lambda o: o is best)}
+def _ratios(comparison: Comparison) -> dict[str, float]:
+    best = comparison.best_baseline
+    listed = [o for o in comparison.baselines if o is best or o.policy == "data-parallel"]
+    return {o.policy: comparison.ratio_to(o) for o in sorted(listed, key=lambda o: o is best)}
 
 
-def verdict(found: Comparison, how: str = "simulated") -> str:
-    if found.best_baseline is None:
+def verdict(comparison: Comparison, how: str = "simulated") -> str:
+    if comparison.best_baseline is None:
         return "No coarser policy keeps to the limits."
-    best, ratios = found.best_baseline.policy, _ratios(found)
+    policy, best, ratios = comparison.policy, comparison.best_baseline.policy, _ratios(comparison)
     text = f"{ratios[best]:.3f}x {best}"
-    if found.policy == best:
+    if policy == best:
         text = f"No gain: {best} is best here"
     elif ratios[best] < 1.0 and best in REPLICAS:  # copies with batches of their own are several plans
-        text = f"No gain: use {best}. {found.policy}, which is planned, has {ratios[best]:.3f}x its figure"
-    elif found.policy in COARSE:
-        start = "No gain: " if found.policy in REPLICAS else ""
-        text = f"{start}{found.policy} is {'best here' if ratios[best] >= 1.0 else 'planned'}: {text}"
+        text = f"No gain: use {best}. {policy}, which is planned, has {ratios[best]:.3f}x its figure"
+    elif policy in COARSE:
+        start = "No gain: " if policy in REPLICAS else ""
+        text = f"{start}{policy} is {'best here' if ratios[best] >= 1.0 else 'planned'}: {text}"
     if "data-parallel" in ratios and best not in ("single", "data-parallel"):
         text += f", {ratios['data-parallel']:.3f}x data-parallel"
     per = {ir.Objective.COST: "by the dollar, ", ir.Objective.ENERGY: "by the joule, "}
-    return f"{text}, {per.get(found.objective, '')}each at its own best batch ({how} on modelled costs)."
+    return f"{text}, {per.get(comparison.objective, '')}each at its own best batch ({how} on modelled costs)."
 
 
-def how_sure(found: Comparison, error: float) -> str:
+def how_sure(comparison: Comparison, error: float) -> str:
     """Which of the gains exceed the error of the costs."""
     parts = [
         f"{ratio:.2f}x {name} is {'beyond' if ratio - 1.0 > error else 'within'} it"
-        for name, ratio in _ratios(found).items()
-        if name != found.policy
+        for name, ratio in _ratios(comparison).items()
+        if name != comparison.policy
     ]
     return f"The costs have an error of ±{error:.0%}{': ' if parts else ''}{', '.join(parts)}."

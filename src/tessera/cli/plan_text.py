@@ -82,51 +82,51 @@ class PlanFigures(Record, frozen=True):
 
 
 def plan_figures(
-    made: Plan,
+    plan: Plan,
     reasons: PlanReasons | None = None,
     output: Path | None = None,
 ) -> PlanFigures:
 
-    names, costs = made.cluster.names, sureness(made)
-    bound_us = latency_bound_us(made) if made.objective is Objective.LATENCY else None
+    names, costs = plan.cluster.names, sureness(plan)
+    bound_us = latency_bound_us(plan) if plan.objective is Objective.LATENCY else None
     return PlanFigures.of(
-        made,
+        plan,
         modelled=True,
         devices=names,
-        throughput=made.throughput_per_s,
-        simulated=made.simulated_per_s,
-        bound=made.bound_per_s,
-        by_microbatches={str(number): rate for number, rate in made.by_microbatches},
-        lanes=_lanes(made),
-        used=tuple(names[d] for d in made.used),
-        baselines={b.name: b.throughput_per_s for b in made.baselines},
-        baseline_latency_us={b.name: b.latency_us for b in made.baselines},
-        baseline_usd_per_1k_units={b.name: b.usd_per_1k_units for b in made.baselines},
-        baseline_joules_per_unit={b.name: b.joules_per_unit for b in made.baselines},
+        throughput=plan.throughput_per_s,
+        simulated=plan.simulated_per_s,
+        bound=plan.bound_per_s,
+        by_microbatches={str(number): rate for number, rate in plan.by_microbatches},
+        lanes=_lanes(plan),
+        used=tuple(names[d] for d in plan.used),
+        baselines={b.name: b.throughput_per_s for b in plan.baselines},
+        baseline_latency_us={b.name: b.latency_us for b in plan.baselines},
+        baseline_usd_per_1k_units={b.name: b.usd_per_1k_units for b in plan.baselines},
+        baseline_joules_per_unit={b.name: b.joules_per_unit for b in plan.baselines},
         costs=costs,
         latency_bound_us=bound_us,
-        latency_gap=None if bound_us is None else max(0.0, 1.0 - bound_us / made.latency_us),
+        latency_gap=None if bound_us is None else max(0.0, 1.0 - bound_us / plan.latency_us),
         explain=reasons,
         output=output,
         notes=(f"Costs: {costs.sentence}",),
-        headline=explain(made).verdict,
+        headline=explain(plan).verdict,
     )
 
 
-def _lanes(made: Plan) -> tuple[LaneFigures, ...]:
-    names, total = made.cluster.names, sum(x.rate_per_s for x in made.lanes)
+def _lanes(plan: Plan) -> tuple[LaneFigures, ...]:
+    names, total = plan.cluster.names, sum(x.rate_per_s for x in plan.lanes)
     return tuple(
         LaneFigures(
             share=lane.rate_per_s / total,
             rate=lane.rate_per_s,
             launches={n: sum(x.count(i) for x in lane.placement.devices) for i, n in enumerate(names)},
         )
-        for lane in made.lanes
+        for lane in plan.lanes
     )
 
 
-def reasons_of(made: Plan) -> PlanReasons:
-    return PlanReasons.of(explain(made), latency_bound_us=latency_bound_us(made))
+def reasons_of(plan: Plan) -> PlanReasons:
+    return PlanReasons.of(explain(plan), latency_bound_us=latency_bound_us(plan))
 
 
 class PlanTables(Record, frozen=True):
@@ -134,7 +134,7 @@ class PlanTables(Record, frozen=True):
     policies: Annotated[tuple[PolicyLine, ...], shown("against coarser policies (modelled costs, simulated)")]
 
 
-def pictures(made: Plan) -> tuple[RenderableType | Record, ...]:
-    step = len(made.unit.graphs) - 1
-    tables = PlanTables(devices=device_uses(made), policies=compared(made))
-    return layer_picture(made, main_lane(made), step), tables
+def pictures(plan: Plan) -> tuple[RenderableType | Record, ...]:
+    step = len(plan.unit.graphs) - 1
+    tables = PlanTables(devices=device_uses(plan), policies=compared(plan))
+    return layer_picture(plan, main_lane(plan), step), tables

@@ -180,20 +180,19 @@ def _measured_device(measured: Measured, sums: Reconciled) -> MeasuredDevice:
 
 
 def _modelled_notes(trace: Trace, costs: Costs) -> tuple[str, ...]:
-    rows = enumerate(costs.devices)
-    modelled = [
-        d
-        for i, d in rows
-        if d.gpu and any(r[i].source is not Source.MEASURED and r[i].us for r in costs.costs)
-    ]
-    return notes(trace, tuple(modelled), installed_tables()) if modelled else ()
+    def is_modelled(number: int) -> bool:
+        return any(row[number].source is not Source.MEASURED and row[number].us for row in costs.costs)
+
+    modelled = tuple(d for n, d in enumerate(costs.devices) if d.gpu and is_modelled(n))
+    return notes(trace, modelled, installed_tables()) if modelled else ()
 
 
 def _sources(costs: Costs) -> str:
-    found = [c.source is Source.MEASURED for row in costs.costs for c in row if c.us > 0]
-    if not any(found):
-        return "modelled"
-    return "measured" if all(found) else f"{sum(found)} prices measured, {len(found) - sum(found)} modelled"
+    measured = [c.source is Source.MEASURED for row in costs.costs for c in row if c.us > 0]
+    num = sum(measured)
+    if num in (0, len(measured)):
+        return "measured" if num else "modelled"
+    return f"{num} prices measured, {len(measured) - num} modelled"
 
 
 def measure_links(devices: Sequence[Device], path: Path, transport: str) -> tuple[LinkFit, ...]:
@@ -224,21 +223,21 @@ def measure_links(devices: Sequence[Device], path: Path, transport: str) -> tupl
 
 
 def store_at(path: Path | None, any_clock: bool = False) -> partial[Store]:
-    """The default store is done without if it cannot be used."""
+    """A default store that cannot be used is left out, with a warning."""
     spare = None if path else cache(lambda what: say(f"warning: {what}; it is done without"))
     return partial(Store, path or default_store(), any_clock=any_clock, spare=spare)
 
 
 def measure_devices(trace: Trace, devices: Sequence[Device], kept: partial[Store]) -> dict[str, Measured]:
-    wanted = [d for d in devices if needs_measuring(d)]
-    if not wanted:
+    timed = [d for d in devices if needs_measuring(d)]
+    if not timed:
         return {}
     with progress("importing torch", None) as advance:
         from tessera.flow import partition_streams
 
-        streams = partition_streams(wanted)
+        streams = partition_streams(timed)
         advance("building the model")
-    return {device.name: measure_device(trace, device, kept, streams.get(device.name)) for device in wanted}
+    return {device.name: measure_device(trace, device, kept, streams.get(device.name)) for device in timed}
 
 
 def measure_device(
@@ -259,14 +258,14 @@ def measure_device(
 def remarks(devices: dict[str, Measured], sums: dict[str, Reconciled]) -> tuple[str, ...]:
     said: list[str] = []
     for name, measured in devices.items():
-        found = sums[name]
-        said += [*measured.notes, *found.notes]
-        if found.whole_us is not None:
-            share = found.whole_us / found.sum_us - 1 if found.sum_us else 0.0
+        reconciled = sums[name]
+        said += [*measured.notes, *reconciled.notes]
+        if reconciled.whole_us is not None:
+            share = reconciled.whole_us / reconciled.sum_us - 1 if reconciled.sum_us else 0.0
             said.append(
-                f"{name}: the launches add up to {found.sum_us:.0f} us, the whole step takes "
-                f"{found.whole_us:.0f} us ({share:+.1%}); measured launches were multiplied by "
-                f"{found.scale:.3f}"
+                f"{name}: the launches add up to {reconciled.sum_us:.0f} us, the whole step takes "
+                f"{reconciled.whole_us:.0f} us ({share:+.1%}); measured launches were multiplied by "
+                f"{reconciled.scale:.3f}"
             )
         for missed in measured.missed[:5]:
             said.append(

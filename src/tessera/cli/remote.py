@@ -30,7 +30,7 @@ Rendezvous = Annotated[str | None, option("HOST:PORT where the workers of severa
 SecretFile = Annotated[Path | None, option("A file with the secret of the rendezvous, the same everywhere.")]
 UnderTorchrun = Annotated[bool, option("Take rendezvous and rank from torchrun.", "--torchrun")]
 
-# Rank 0 writes there the address that it listens at.
+# Key of torchrun's store under which rank 0 writes its port.
 ADDRESS_KEY = "tessera/address"
 # How long a rank looks for another run on the same address.
 AGAIN_S = 1.0
@@ -64,7 +64,7 @@ class Meeting:
     host: str
     port: int
     secret: bytes
-    # torchrun's own, through which rank 0 tells its port.
+    # torchrun's store, in which rank 0 writes its port.
     store: Any = None
     world: int | None = None
 
@@ -135,10 +135,11 @@ def work(
     from tessera.serve.joining import ModelHere, keep_working
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the session too, as Ctrl-C does
-    own = meeting.rank if rank is None or meeting.store is not None else rank
+    if rank is None or meeting.store is not None:
+        rank = meeting.rank
     engine = EngineAddress(*meeting.address(), meeting.secret, digest)
     say(f"a worker for {engine.place}")
-    keep_working(engine, own, make or ModelHere(), patience_s, again_s, say)
+    keep_working(engine, rank, make or ModelHere(), patience_s, again_s, say)
 
 
 @contextmanager

@@ -77,14 +77,14 @@ def fields_of(record: type[Any]) -> tuple[Field, ...]:
     struct = getattr(record, "__struct_fields__", None)
     names = struct or [f.name for f in dataclasses.fields(record)]
     hints = get_type_hints(record, include_extras=True)
-    found = []
+    fields = []
     for name in names:
         extra: dict[str, Any] = {}
         for meta in getattr(hints[name], "__metadata__", ()):
             extra |= getattr(meta, "extra", None) or {}
         unit = extra.get("unit") or _unit(name)
-        found.append(Field(name, extra.get("label") or label(name), unit, extra.get("hidden", False)))
-    return tuple(found)
+        fields.append(Field(name, extra.get("label") or label(name), unit, extra.get("hidden", False)))
+    return tuple(fields)
 
 
 def _unit(name: str) -> str:

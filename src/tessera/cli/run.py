@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Enough for a share, few enough to be quick.
 PREDICTED_REQUESTS = 32
-# A longer step on GPUs is looked into, because graphs wait for ever.
+# Default timeout on GPUs: a CUDA graph waits for ever.
 GPU_TIMEOUT_S = 60.0
 # Failures in a row after which a device is given up.
 MAX_FAILURES = 3
@@ -163,8 +163,8 @@ def run_plans(
     from tessera.flow import requests_of, run_reference
 
     on_gpus, scale = has_gpus(plans[0]), 1.0
-    asked = requests_of(plans[0], num, is_fresh=verify and not on_gpus)
-    weights, work = asked.weights, asked.work
+    requests = requests_of(plans[0], num, is_fresh=verify and not on_gpus)
+    weights, work = requests.weights, requests.work
     if on_gpus:
         from tessera.execute.cuda.measure import scale_of
 
@@ -191,8 +191,8 @@ def run_plans(
             if not result.error:
                 verified &= is_equal(run_reference(plans[0].unit, request, in_order), result)
             advance(f"compared request {request.seed}")
-    about = (tuple(run.faults), asked.inputs, reference, verified)
-    return Ran(run.results, log.timeline(), log.cpu_us, peaks, *about)
+    timeline, faults = log.timeline(), tuple(run.faults)
+    return Ran(run.results, timeline, log.cpu_us, peaks, faults, requests.inputs, reference, verified)
 
 
 def _report(plans: Sequence[Plan], place: str, ran: Ran, trace: Path | None) -> RunReport:
@@ -245,7 +245,7 @@ def shares(names: Sequence[str], busy_us: Mapping[str, float]) -> list[float]:
 
 def compared(plan: Plan, ran: Ran, predicted: Timeline) -> tuple[DeviceRun, ...]:
     names, busy, whole_us = plan.cluster.names, ran.timeline.busy_us(), ran.timeline.makespan_us or 1.0
-    here, there = shares(names, ran.compute_us), shares(names, predicted.busy_us())
+    measured, modelled = shares(names, ran.compute_us), shares(names, predicted.busy_us())
     return tuple(
         DeviceRun(
             device=name,
@@ -257,7 +257,7 @@ def compared(plan: Plan, ran: Ran, predicted: Timeline) -> tuple[DeviceRun, ...]
             difference=share - predicted_share,
             peak_bytes=peak,
         )
-        for name, share, predicted_share, peak in zip(names, here, there, ran.peak_bytes, strict=True)
+        for name, share, predicted_share, peak in zip(names, measured, modelled, ran.peak_bytes, strict=True)
     )
 
 

@@ -71,11 +71,11 @@ def serve(
         work(meeting, make=ModelHere(model, may_import=True))
         return
     sys.setswitchinterval(SWITCH_S)
-    with _stoppable(), logging_by(options), listening(model, options, meeting) as found:
+    with _stoppable(), logging_by(options), listening(model, options, meeting) as listener:
         gc.collect()
         gc.freeze()  # a full collection would stop everything for 0.2 s
-        for _ in found.server.serving(found.bound):
-            yield found.ready(time.perf_counter() - started_s)
+        for _ in listener.server.serving(listener.bound):
+            yield listener.ready(time.perf_counter() - started_s)
 
 
 @dataclass(frozen=True)
@@ -138,12 +138,12 @@ def listening(model: str, config: ServeConfig, meeting: Meeting | None = None) -
 @contextmanager
 def answering(model: str, config: ServeConfig) -> Iterator[tuple[str, threading.Thread]]:
     """The address of a service, and the thread in which it answers."""
-    with listening(model, config) as found:
+    with listening(model, config) as listener:
         ready = threading.Event()
 
         def answer() -> None:
             try:
-                for _ in found.server.serving(found.bound):
+                for _ in listener.server.serving(listener.bound):
                     ready.set()
             finally:
                 ready.set()
@@ -152,9 +152,9 @@ def answering(model: str, config: ServeConfig) -> Iterator[tuple[str, threading.
         thread.start()
         ready.wait()
         try:
-            yield found.url, thread
+            yield listener.url, thread
         finally:
-            found.server.end()
+            listener.server.end()
             thread.join()
 
 

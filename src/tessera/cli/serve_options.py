@@ -250,9 +250,9 @@ def _frequencies(path: Path | None) -> tuple[tuple[str, tuple[float, ...]], ...]
     return tuple((module, tuple(often)) for module, often in sorted(read_frequencies(path).items()))
 
 
-def _adapters(given: list[str]) -> tuple[tuple[str, str], ...]:
+def _adapters(words: list[str]) -> tuple[tuple[str, str], ...]:
     adapters: dict[str, str] = {}
-    for text in given:
+    for text in words:
         name, _, folder = text.partition("=")
         if not name or not (Path(folder) / "adapter_config.json").is_file():
             message = f"--lora must be NAME=FOLDER with an adapter_config.json in FOLDER, got {text!r}"
@@ -263,45 +263,45 @@ def _adapters(given: list[str]) -> tuple[tuple[str, str], ...]:
     return tuple(adapters.items())
 
 
-def template_of(given: str) -> str:
-    if not given or "{" in given:
-        return given
+def template_of(text: str) -> str:
+    if not text or "{" in text:
+        return text
     try:
-        return Path(given).read_text(encoding="utf-8")
+        return Path(text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise TesseraError(f"cannot read the chat template: {error}", place=given) from None
+        raise TesseraError(f"cannot read the chat template: {error}", place=text) from None
 
 
 def config_values(path: Path, command: Any) -> dict[str, Any]:
     """Names are those of options, with - or _."""
     yaml = extra_module("yaml", "serve", "pyyaml")
     try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        document = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise TesseraError(f"cannot read the configuration: {error}", place=str(path)) from None
-    if not isinstance(given, dict):
+    if not isinstance(document, dict):
         raise TesseraError("not a mapping of options", "Write lines such as `port: 8000`.", str(path))
     options = {name: p.name for p in command.params for name in (*p.opts, p.name) if p.name != "config"}
-    found = {}
-    for key, value in given.items():
+    values = {}
+    for key, value in document.items():
         word = str(key).replace("_", "-")
         name = options.get(f"--{word}") or options.get(word.replace("-", "_"))
         if name is None:
-            known = [option for option in options if option.startswith("--")]
-            raise TesseraError(unknown_option(f"--{word}", known), place=str(path))
-        found[name] = value
-    return found
+            names = [option for option in options if option.startswith("--")]
+            raise TesseraError(unknown_option(f"--{word}", names), place=str(path))
+        values[name] = value
+    return values
 
 
-def unknown_option(name: str, known: Iterable[str]) -> str:
+def unknown_option(name: str, names: Iterable[str]) -> str:
     if name in INSTEAD:
         return f"'{name}' is not an option here. {INSTEAD[name].rstrip('.')}"
-    return f"unknown option '{name}'; {hint(name, sorted(known), NEAR)}"
+    return f"unknown option '{name}'; {hint(name, sorted(names), NEAR)}"
 
 
-def hint(name: str, known: Sequence[str], likeness: float = 0.6) -> str:
-    near = difflib.get_close_matches(name, known, 1, likeness)
-    return f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+def hint(name: str, names: Sequence[str], likeness: float = 0.6) -> str:
+    near = difflib.get_close_matches(name, names, 1, likeness)
+    return f"did you mean {near[0]}?" if near else f"known: {', '.join(names)}"
 
 
 def log_line(message: str, level: str = "info", **more: Any) -> None:

@@ -55,8 +55,9 @@ class PlayedRequests:
     ] = None
 
     def arrived(self) -> Arrivals | None:
-        given = (self.requests, self.seed, self.lengths)
-        return None if self.arrivals is None else make_arrivals(self.arrivals, *given)
+        if self.arrivals is None:
+            return None
+        return make_arrivals(self.arrivals, self.requests, self.seed, self.lengths)
 
     def faults(self) -> Faults:
         losses = tuple(_read_loss(word) for word in self.lose or ())
@@ -78,10 +79,10 @@ def _read_slowdown(word: str) -> tuple[str, float, float]:
 
 
 def _read(pattern: re.Pattern[str], word: str, place: str, form: str) -> tuple[str, float, float | None]:
-    found = pattern.fullmatch(word)
-    if found is None:
+    match = pattern.fullmatch(word)
+    if match is None:
         raise ArrivalsError(f"cannot read '{word}'", f"Write {form}.", place)
-    device, first, second = found.groups()
+    device, first, second = match.groups()
     return device, float(first), None if second is None else float(second)
 
 
@@ -150,14 +151,14 @@ def simulate(
             plans = [load(ServicePlan, path) for path in (plan, other) if path is not None]
             advance("simulating")
             arrived = options.arrived()
-            found = simulate_service(plans, arrived, options.seed, options.faults(), options.noise)
+            figures = simulate_service(plans, arrived, options.seed, options.faults(), options.noise)
         if arrived is not None:
             outputs = arrived.outputs or (plans[0].load.output_tokens,)
-            asked = arrived.rate_per_s * sum(outputs) / len(outputs)
+            asked_per_s = arrived.rate_per_s * sum(outputs) / len(outputs)
             most = max((plan.expected.tokens_per_s for plan in plans if plan.expected), default=math.inf)
-            if most < asked < math.inf and found.tokens_per_s < asked:
-                say(f"warning: {asked:,.0f} tokens/s are asked for and the plan gives {most:,.0f}")
-        return found
+            if most < asked_per_s < math.inf and figures.tokens_per_s < asked_per_s:
+                say(f"warning: {asked_per_s:,.0f} tokens/s are asked for and the plan gives {most:,.0f}")
+        return figures
     with progress(f"reading {plan.name}") as advance:
         loaded, num = load(Plan, plan), options.requests or NUM_REQUESTS
         if options.arrivals is not None:
@@ -185,8 +186,8 @@ def simulate_service(
         raise MismatchError("the plans are for different devices", "Plan both for the same devices.")
     for device in (*(loss.device for loss in faults.losses), *(name for name, _, _ in faults.slowdowns)):
         if device not in plan.cluster.names:
-            known = ", ".join(plan.cluster.names)
-            raise ArrivalsError(f"the plan has no device '{device}'", f"Its devices: {known}.")
+            names = ", ".join(plan.cluster.names)
+            raise ArrivalsError(f"the plan has no device '{device}'", f"Its devices: {names}.")
     if arrivals is None:
         clients = plan.expected.clients if plan.expected else None
         played = Played(rehearse(plan, plan.load, clients, seed), plan.policy)

@@ -68,14 +68,14 @@ def value_pairs(graph: Graph) -> list[Pair]:
 
 def edge_classes(direct: Sequence[Edge], num_launches: int) -> tuple[EdgeClass, ...]:
     """From hazards before reduction (see `direct_hazards`)."""
-    found = []
+    classes = []
     for hazard in Hazard:
         pairs = tuple(dict.fromkeys((e.src, e.dst) for e in direct if e.hazard is hazard))
         others = tuple(dict.fromkeys((e.src, e.dst) for e in direct if e.hazard is not hazard))
         above = _ancestors(others, num_launches)
         unkept = tuple((src, dst) for src, dst in pairs if not above[dst] >> src & 1)
-        found.append(EdgeClass(hazard, pairs, others, unkept))
-    return tuple(found)
+        classes.append(EdgeClass(hazard, pairs, others, unkept))
+    return tuple(classes)
 
 
 def order_without(
@@ -114,28 +114,29 @@ class Trials:
         inputs, state = workload.make_inputs(RECORDED), workload.make_state(RECORDED)
         self._replay = Replay(graph.trace, workload.weights(), inputs, state)
         advance("running the model")
-        outputs, mine = self._run_model(inputs, state)
+        outputs, final_state = self._run_model(inputs, state)
         advance("replaying in program order")
         first = self._replay.run_in_program_order()
-        self._own = Replayed(outputs, mine, first.memory)
+        self._model = Replayed(outputs, final_state, first.memory)
         # If program order differs, no order can be right.
-        self._differs = differing(self._own, first)
+        self._differs = differing(self._model, first)
         # Buffers whose final bytes do not depend on the order, known after the legal orders.
         self._settled = set(first.memory)
 
     def _run_model(self, inputs: Tensors, state: Tensors) -> tuple[dict[str, Any], dict[str, Any]]:
-        mine = {name: t.clone() for name, t in state.items()}
-        return dict(self._workload.run({name: t.clone() for name, t in inputs.items()}, mine)), mine
+        final_state = {name: t.clone() for name, t in state.items()}
+        outputs = self._workload.run({name: t.clone() for name, t in inputs.items()}, final_state)
+        return dict(outputs), final_state
 
     def fresh(self, num: int) -> FreshRequests:
         """Launches in program order against the model itself, on other inputs."""
         weights, equal, differs = self._workload.weights(), 0, dict[str, None]()
         for seed in range(RECORDED + 1, RECORDED + 1 + num):
             inputs, state = self._workload.make_inputs(seed), self._workload.make_state(seed)
-            outputs, mine = self._run_model(inputs, state)
+            outputs, final_state = self._run_model(inputs, state)
             try:
-                found = Replay(self._graph.trace, weights, inputs, state).run_in_program_order()
-                names = differing(Replayed(outputs, mine, {}), found)
+                replayed = Replay(self._graph.trace, weights, inputs, state).run_in_program_order()
+                names = differing(Replayed(outputs, final_state, {}), replayed)
             except WorkerError as error:  # a result of another shape than the recorded one
                 names = [error.message]
             equal += not names
@@ -148,12 +149,12 @@ class Trials:
         edges, versions = edge_pairs(self._graph), value_pairs(self._graph)
         for number in range(self._num_orders):
             result = self._replay.run(legal_order(self._num, edges, self._rng, number))
-            equal += not differing(self._own, result)
-            self._settled -= differing_buffers(self._own, result)
+            equal += not differing(self._model, result)
+            self._settled -= differing_buffers(self._model, result)
             self._advance(f"legal order {number + 1}")
         for number in range(self._num_orders):
             order = legal_order(self._num, versions, self._rng, number)
-            renamed_equal += not differing(self._own, self._replay.run_renamed(order, self._graph.values))
+            renamed_equal += not differing(self._model, self._replay.run_renamed(order, self._graph.values))
             self._advance(f"renamed order {number + 1}")
         return LegalOrders(
             orders=self._num_orders,
@@ -191,4 +192,4 @@ class Trials:
             result = self._replay.run(order)
         except GARBAGE_ERRORS:
             return True
-        return bool(differing(self._own, result) or differing_buffers(self._own, result) & self._settled)
+        return bool(differing(self._model, result) or differing_buffers(self._model, result) & self._settled)
