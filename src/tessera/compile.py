@@ -210,7 +210,7 @@ class Compiled:
             self._warn("gradients are wanted of it. Call it under torch.no_grad() or torch.inference_mode()")
 
     def __call__(self, *args: Any) -> Any:
-        # Dynamo would wrap errors of `backend`.
+        # Read here, because Dynamo would wrap errors of `backend`.
         options = Options.read(self._given_options)
         cluster = options.cluster()
         if not self._is_eager:

@@ -57,12 +57,13 @@ def check_joined(graphs: Sequence[ir.Graph]) -> None:
     """State of the same name must be the same memory in every step."""
     sizes: dict[str, tuple[int, str]] = {}
     for graph in graphs:
+        kind = graph.trace.step.kind
         for name in graph.state_groups:
             size = next(b.size_bytes for b in graph.trace.buffers if b.name == name)
-            first_size, first = sizes.setdefault(name, (size, graph.trace.step.kind))
+            first_size, first_kind = sizes.setdefault(name, (size, kind))
             if size != first_size:
                 raise MismatchError(
-                    f"state '{name}' has {first_size} bytes in {first} and {size} in {graph.trace.step.kind}",
+                    f"state '{name}' has {first_size} bytes in {first_kind} and {size} in {kind}",
                     "Capture both with the same batch, and the decode with the prefill's context + reserve.",
                 )
 
@@ -123,7 +124,7 @@ def _recorded(step: ir.Step) -> ir.Trace:
 
 @dataclass(eq=False)
 class LoadSteps:
-    """Recorded at some batches, interpolated at others."""
+    """Steps of a load, recorded at the batches of `anchors` and interpolated at others."""
 
     steps: Sequence[ir.Step]
     counts: Sequence[int]
@@ -170,17 +171,19 @@ class LoadSteps:
         return ir.WorkUnit(tuple(self._graphs[n, batch] for n in range(len(self.steps))), tuple(self.counts))
 
     def matches_recording(self, unit: ir.WorkUnit) -> bool:
-        """If the unit differs from its recordings, these are used from now on. Compiled launches pass."""
-        is_right = True
-        for n, graph in enumerate(() if self.is_compiled else unit.graphs):
+        """A recording that differs is used from now on. Compiled launches are not compared."""
+        if self.is_compiled:
+            return True
+        is_equal = True
+        for n, graph in enumerate(unit.graphs):
             batch = graph.trace.step.batch
             if (n, batch) in self._seen:
                 continue
             self._seen.add((n, batch))
             recorded = build_graph(self._trace(self.steps[n], batch))
             if recorded != graph:
-                self._graphs[n, batch], is_right = recorded, False
-        return is_right
+                self._graphs[n, batch], is_equal = recorded, False
+        return is_equal
 
 
 def at_anchors(steps: Sequence[ir.Step]) -> list[ir.Step]:

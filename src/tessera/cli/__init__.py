@@ -52,7 +52,7 @@ COMMANDS: tuple[Callable[..., Any], ...] = (
 SERVE_VARIABLES = {"auto_envvar_prefix": "TESSERA_SERVE"}
 for function in COMMANDS:
     settings = SERVE_VARIABLES if function is serve.serve else {}
-    # In full: click would cut it to one line.
+    # The whole first paragraph: click would cut it to one line.
     summary = " ".join((function.__doc__ or "").split("\n\n", 1)[0].split())
     app.command(short_help=summary, context_settings=settings)(printed(function))
 app.add_typer(bench.app, name="bench")

@@ -1,7 +1,7 @@
 """tessera advise: a model and a load -> which GPUs to rent, or what to do with given ones."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -161,18 +161,16 @@ def _times(way: Candidate) -> str:
     return f"; first token after {text_of(way.ttft_ms, 'ms')}, then {text_of(way.tpot_ms, 'ms')} a token"
 
 
-def _doubts(advice: Advice) -> list[str]:
+def _doubts(advice: Advice) -> Iterator[str]:
     choice, load = advice.advised, advice.load
-    doubts = []
     least = choice.requests_per_s / (1 + choice.error)
     if least < load.rate_per_s:
-        doubts.append(
+        yield (
             f"The error of the costs is larger than the margin: {text_of(least)} {load.unit}/s if every "
             "launch takes that much longer. Raise --margin, or name cards that were measured with --gpus."
         )
     if any(gpu(name).vendor != "NVIDIA" for name in choice.gpus):
-        doubts.append("Tessera prices AMD cards but does not run on them; leave them out with --gpus.")
-    return doubts
+        yield "Tessera prices AMD cards but does not run on them; leave them out with --gpus."
 
 
 def _use(advice: Advice) -> list[str]:

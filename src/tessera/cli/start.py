@@ -224,21 +224,7 @@ def _expected(plan: ServicePlan) -> str:
 
 
 def _one_more(plan: ServicePlan) -> str:
-    """By busy time: tokens per second of one device that runs what an average device of the service runs."""
-    if plan.expected is None or not sum(map(sum, plan.expected.steps)):
-        return "with one more device: not modelled"
-    expected, added = plan.expected, {}
-    busy_s = sum(expected.busy)
-    for number, device in enumerate(plan.cluster.devices):
-        own_us = all_us = 0.0
-        for group, counts in zip(plan.groups, expected.steps, strict=True):
-            for costs, place, num in zip(
-                group.plan.costs, group.plan.lanes[0].placement.devices, counts, strict=True
-            ):
-                own_us += num * costs.total_us(number)
-                all_us += num * sum(costs.us(launch, d) for launch, d in enumerate(place))
-        if own_us and busy_s:
-            added[device.gpu or device.name] = expected.tokens_per_s * all_us / own_us / busy_s
+    added = _added_per_s(plan)
     if not added:
         return "with one more device: not modelled"
     cards = [d for d in plan.cluster.devices if not d.is_cpu]
@@ -255,3 +241,21 @@ def _one_more(plan: ServicePlan) -> str:
         )
     parts = [f"{kind} adds {per_s:,.0f}" for kind, per_s in added.items()]
     return f"with one more card, as a copy beside these (modelled, tokens/s, about): {', '.join(parts)}"
+
+
+def _added_per_s(plan: ServicePlan) -> dict[str, float]:
+    """Kind of device -> tokens per second, by busy time, of one that runs an average device's work."""
+    expected, added = plan.expected, dict[str, float]()
+    busy_s = sum(expected.busy) if expected else 0.0
+    if expected is None or not busy_s or not sum(map(sum, expected.steps)):
+        return added
+    for number, device in enumerate(plan.cluster.devices):
+        own_us = all_us = 0.0
+        for group, counts in zip(plan.groups, expected.steps, strict=True):
+            placed = group.plan.lanes[0].placement.devices
+            for costs, devices, num in zip(group.plan.costs, placed, counts, strict=True):
+                own_us += num * costs.total_us(number)
+                all_us += num * sum(costs.us(launch, d) for launch, d in enumerate(devices))
+        if own_us:
+            added[device.gpu or device.name] = expected.tokens_per_s * all_us / own_us / busy_s
+    return added

@@ -67,7 +67,7 @@ def value_pairs(graph: Graph) -> list[Pair]:
 
 
 def edge_classes(direct: Sequence[Edge], num_launches: int) -> tuple[EdgeClass, ...]:
-    """From hazards before reduction (see `direct_hazards`)."""
+    """Classes of the hazards before reduction (see `direct_hazards`)."""
     classes = []
     for hazard in Hazard:
         pairs = tuple(dict.fromkeys((e.src, e.dst) for e in direct if e.hazard is hazard))
@@ -81,7 +81,7 @@ def edge_classes(direct: Sequence[Edge], num_launches: int) -> tuple[EdgeClass, 
 def order_without(
     edges: EdgeClass, num_launches: int, rng: random.Random, number: int
 ) -> tuple[Pair, list[int]]:
-    """A reversed pair of this class; the other classes are kept."""
+    """A pair of this class, and an order that reverses it and keeps the other classes."""
     src, dst = rng.choice(edges.open)
     return (src, dst), legal_order(num_launches, [*edges.others, (dst, src)], rng, number)
 

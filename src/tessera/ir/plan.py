@@ -51,7 +51,7 @@ def lane_sequence(shares: Sequence[float]) -> Iterator[int]:
     """Endless lane numbers, spread evenly by share."""
     turns, total = [0] * len(shares), sum(shares)
     for turn in count(1):
-        # Earliest due lane among those not ahead of their share, so no lane is one ahead.
+        # Due lanes are not ahead of their share; the next turn is the one that falls due first.
         due = [i for i, share in enumerate(shares) if turns[i] * total < share * turn]
         lane = min(due or range(len(shares)), key=lambda i: ((turns[i] + 1) / shares[i], i))
         turns[lane] += 1

@@ -111,9 +111,7 @@ def tracks(timeline: Timeline, devices: Iterable[str] = ()) -> tuple[Track, ...]
     by_track: dict[str, list[Span]] = {name: [] for name in devices}
     for span in timeline.spans:
         by_track.setdefault(span.track, []).append(span)
-    listed = [
-        Track(name, any(s.is_transfer for s in spans), tuple(spans)) for name, spans in by_track.items()
-    ]
+    listed = [Track(name, any(s.is_transfer for s in x), tuple(x)) for name, x in by_track.items()]
     return tuple(sorted(listed, key=lambda track: track.is_link))  # stable: order of appearance within a kind
 
 

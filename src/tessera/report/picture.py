@@ -187,7 +187,7 @@ def _rows(
     costs: Costs,
     transfers: Sequence[tuple[int, int, Crossing]],
 ) -> tuple[Row, ...]:
-    """Rows as fine as fit: by sub-module, child or device."""
+    """The finest rows that fit: by sub-module, by child, or by device alone."""
     layer = ".".join(scope.split(".")[-2:]) if scope else "(outside modules)"
 
     def full(launch: int) -> str:
