@@ -60,9 +60,9 @@ class Capability:
     def _by_number(self) -> tuple[Floats, Floats]:
         rates, _, numbers = self._columns
         is_new = numbers > np.maximum.accumulate([0.0, *numbers[:-1]])
-        known = numbers[is_new]
-        full = (1.0 + NEXT) * known[-1]
-        return np.array([0.0, *known, full]), np.array([0.0, *rates[is_new], self.capacity_per_s])
+        ascending = numbers[is_new]
+        full = (1.0 + NEXT) * ascending[-1]
+        return np.array([0.0, *ascending, full]), np.array([0.0, *rates[is_new], self.capacity_per_s])
 
     def expected(self, rate_per_s: float, error_per_s: float, num_requests: float, window_s: float) -> float:
         """Expected mean number of requests over a window.

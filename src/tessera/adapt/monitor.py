@@ -77,9 +77,9 @@ def planned_us(plan: Plan, index: int, step: int) -> dict[str, Planned]:
     graph, costs = plan.graphs[step], plan.costs[step]
     by_device: dict[str, dict[str, float]] = {}
     for launch, device in enumerate(lane.placement.devices[step]):
-        here = by_device.setdefault(plan.cluster.names[device], {})
+        by_kernel = by_device.setdefault(plan.cluster.names[device], {})
         kernel = graph.trace.kernel_of(launch).name
-        here[kernel] = here.get(kernel, 0.0) + costs.us(launch, device)
+        by_kernel[kernel] = by_kernel.get(kernel, 0.0) + costs.us(launch, device)
     return {
         device: tuple((kernel, us) for kernel, us in sorted(kernels.items()) if us)
         for device, kernels in by_device.items()
@@ -187,9 +187,9 @@ class Monitor:
                 figures = (
                     f"{expected(p, 0.0):.3g} with {p.name} ({p.capacity_per_s:.3g}/s)" for p in (chosen, now)
                 )
-                here = f"{self._meter.seen(now_s)}, {num_requests} are here"
+                seen = f"{self._meter.seen(now_s)}, {num_requests} are here"
                 cost = "" if switch_s is None else f"; the switch takes about {1e3 * switch_s:.3g} ms"
-                return f"{here}; in the next {seconds:.3g} s there would be {', '.join(figures)}{cost}"
+                return f"{seen}; in the next {seconds:.3g} s there would be {', '.join(figures)}{cost}"
         return None
 
     def _use(self, policy: str, now_s: float) -> None:

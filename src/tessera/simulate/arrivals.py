@@ -44,19 +44,19 @@ LENGTHS = ("fixed", "uniform", "geometric", "lognormal")
 def make_arrivals(text: str, num: int | None = None, seed: int = 0, lengths: str | None = None) -> Arrivals:
     kind, colon, rest = text.partition(":")
     if colon and kind in FORMULAS:
-        found = Arrivals(text, tuple(FORMULAS[kind](_numbers(text, rest), num, seed).tolist()))
+        arrivals = Arrivals(text, tuple(FORMULAS[kind](_numbers(text, rest), num, seed).tolist()))
     elif Path(text).is_file():
-        found = read_arrivals(Path(text), num)
+        arrivals = read_arrivals(Path(text), num)
     elif colon and kind.isidentifier() and Path(text).suffix != ".csv":
         raise UnknownName("kind of arrivals", kind, FORMULAS)
     else:
         forms = ", ".join(f"{name}:..." for name in FORMULAS)
         raise ArrivalsError(f"there is no file '{text}'", f"Give a CSV file or {forms}.", "--arrivals")
     if lengths is not None:
-        prompts, outputs = make_lengths(lengths, len(found.times_s), seed)
-        found = replace(found, prompts=prompts, outputs=outputs)
-    verify(found)
-    return found
+        prompts, outputs = make_lengths(lengths, len(arrivals.times_s), seed)
+        arrivals = replace(arrivals, prompts=prompts, outputs=outputs)
+    verify(arrivals)
+    return arrivals
 
 
 def poisson(rate_per_s: float, num: int, seed: int = 0) -> Arrivals:
@@ -107,8 +107,8 @@ def make_lengths(text: str, num: int, seed: int = 0) -> tuple[tuple[int, ...], t
     kind, _, rest = text.partition(":")
     check_known("kind of lengths", kind, LENGTHS)
     numbers = _numbers(text, rest, "--lengths")
-    wanted = 3 if kind == "lognormal" else 2
-    if len(numbers) != wanted or min(numbers[:2]) < 1.0:
+    num_numbers = 3 if kind == "lognormal" else 2
+    if len(numbers) != num_numbers or min(numbers[:2]) < 1.0:
         remedy = "Write fixed:512,128, uniform:512,128, geometric:512,128 or lognormal:512,128,0.7."
         raise ArrivalsError(f"'{text}' is not a pair of mean lengths of at least one", remedy, "--lengths")
     random = np.random.default_rng([seed, 3])
@@ -141,14 +141,14 @@ def _drawn(kind: str, mean: float, sigma: float, num: int, random: np.random.Gen
 
 def _numbers(text: str, rest: str, place: str = "--arrivals") -> list[float]:
     try:
-        found = [float(word) for word in rest.split(",")]
+        numbers = [float(word) for word in rest.split(",")]
     except ValueError:
         message = f"'{rest}' in '{text}' is not a list of numbers"
         raise ArrivalsError(message, "Write numbers with commas between.", place) from None
-    if not all(0.0 < x <= MOST for x in found):
+    if not all(0.0 < x <= MOST for x in numbers):
         message = f"the numbers of '{text}' must be above zero and at most {MOST:g}"
         raise ArrivalsError(message, "Write rates a second, seconds and shares.", place)
-    return found
+    return numbers
 
 
 class _Form(NamedTuple):
@@ -182,9 +182,9 @@ def read_arrivals(path: Path, num: int | None = None) -> Arrivals:
             break
     if not times:
         raise ArrivalsError("no request in it has an answer", "Give a log with some.", str(path))
-    found = Arrivals(str(path), tuple(t - times[0] for t in times), tuple(prompts), tuple(outputs))
-    verify(found)
-    return found
+    arrivals = Arrivals(str(path), tuple(t - times[0] for t in times), tuple(prompts), tuple(outputs))
+    verify(arrivals)
+    return arrivals
 
 
 def _rows(path: Path) -> Iterator[tuple[int, float, int, int]]:

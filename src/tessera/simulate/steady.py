@@ -34,11 +34,11 @@ class WindowExtent:
 FULL_WINDOW, SHORT_WINDOW, LONG_WINDOW = WindowExtent(4, 10), WindowExtent(2, 4), WindowExtent(56, 28)
 
 
-def extent_of(plan: Plan, wanted: WindowExtent) -> WindowExtent:
+def extent_of(plan: Plan, extent: WindowExtent) -> WindowExtent:
     few, num_runs = min(1.0, plan.microbatches / MANY_MICROBATCHES), sum(plan.unit.counts)
     return WindowExtent(
-        max(few * wanted.warm_up, plan.microbatches * MIN_WARM_UP_RUNS / num_runs),
-        max(few * wanted.window, plan.microbatches * MIN_WINDOW_RUNS / num_runs),
+        max(few * extent.warm_up, plan.microbatches * MIN_WARM_UP_RUNS / num_runs),
+        max(few * extent.window, plan.microbatches * MIN_WINDOW_RUNS / num_runs),
     )
 
 
@@ -79,7 +79,7 @@ class SteadyRates:
     def __init__(self, long_window: tuple[float, float] | None = None) -> None:
         self._long_window = LONG_WINDOW if long_window is None else WindowExtent(*long_window)
         self._scripts: Scripts | None = None
-        self._known: dict[object, float] = {}
+        self._rates: dict[object, float] = {}
 
     def __call__(self, plan: Plan) -> float:
         return 1e6 * self._rate(plan, MANY_ITEMS, FULL_WINDOW)
@@ -92,17 +92,17 @@ class SteadyRates:
         """Microbatches that started spread may have synchronised."""
         return 1e6 * self._rate(plan, MANY_ITEMS, self._long_window)
 
-    def _rate(self, plan: Plan, max_items: int, wanted: WindowExtent) -> float:
+    def _rate(self, plan: Plan, max_items: int, extent: WindowExtent) -> float:
         if self._scripts is None or not _shares(self._scripts, plan):
             self._scripts = Scripts(plan.unit, plan.costs, plan.cluster)
-            self._known.clear()
+            self._rates.clear()
         shares = (plan.lane_table, () if plan.lane_table else tuple(lane.rate_per_s for lane in plan.lanes))
         followed = tuple(lane.placement for lane in plan.lanes)
-        key = (followed, shares, plan.microbatches, max_items, wanted)
-        rate = self._known.get(key)
+        key = (followed, shares, plan.microbatches, max_items, extent)
+        rate = self._rates.get(key)
         if rate is None:
-            window = Window(plan, self._scripts, extent_of(plan, wanted), max_items)
-            rate = self._known[key] = window.rate_per_us()
+            window = Window(plan, self._scripts, extent_of(plan, extent), max_items)
+            rate = self._rates[key] = window.rate_per_us()
         return rate
 
 

@@ -42,11 +42,11 @@ class Truth:
         return self.plan.cluster
 
     def factor(self, kernel: str, device: str) -> float:
-        found = math.prod(factor for name, factor in self.slow if name == device)
+        slowdown = math.prod(factor for name, factor in self.slow if name == device)
         if not self.noise:
-            return found
+            return slowdown
         words = [self.seed, zlib.crc32(kernel.encode()), zlib.crc32(device.encode())]
-        return found * math.exp(self.noise * float(np.random.default_rng(words).standard_normal()))
+        return slowdown * math.exp(self.noise * float(np.random.default_rng(words).standard_normal()))
 
     def scripts(self, plan: Plan) -> Scripts:
         """Steps that the true plan lacks cost what their own plan says."""
@@ -116,7 +116,7 @@ class VirtualStepper:
         self._bus_free_us = [0.0] * num_buses
         self._moved: Counter[tuple[str, str]] = Counter()
         # By (lane, step before, its scale, step, scale).
-        self._known: dict[tuple[int, int, float, int, float], tuple[Work, ...]] = {}
+        self._works: dict[tuple[int, int, float, int, float], tuple[Work, ...]] = {}
         self._agenda: list[tuple[float, int, Callable[[], stepper.Event | None]]] = []
         self._order = count()
         for loss in faults.losses:
@@ -140,9 +140,11 @@ class VirtualStepper:
 
     def _drop_lanes(self) -> None:
         if self.lanes.replaced:
-            ends = (x for found in self._moves.values() for x in (found.move.source, found.move.destination))
+            moves = [pending.move for pending in self._moves.values()]
+            ends = (number for move in moves for number in (move.source, move.destination))
             homes = {self.lanes.all[self._open[number].lane].home for number in ends}
-            self.lanes.drop({here.lane for here in self._open.values()}, {h for h in homes if h is not None})
+            lanes = {entry.lane for entry in self._open.values()}
+            self.lanes.drop(lanes, {home for home in homes if home is not None})
 
     def open(self, microbatch: int, lane: int, state: stepper.Tensors | None = None) -> None:
         self._open[microbatch] = _Open(lane)
@@ -153,40 +155,40 @@ class VirtualStepper:
         self._drop_lanes()
 
     def can_queue(self, microbatch: int) -> bool:
-        here = self._open.get(microbatch)
-        return here is not None and here.queued is None and self.lanes.all[here.lane].can_queue
+        entry = self._open.get(microbatch)
+        return entry is not None and entry.queued is None and self.lanes.all[entry.lane].can_queue
 
     def start(self, call: stepper.StepCall) -> None:
-        here, now_us = self._open[call.microbatch], self.machine.now_us
+        entry, now_us = self._open[call.microbatch], self.machine.now_us
         self._host_free_us = max(now_us, self._host_free_us) + self._host_us
-        if here.is_running:
-            here.queued, here.ordered_us = call, self._host_free_us
+        if entry.is_running:
+            entry.queued, entry.ordered_us = call, self._host_free_us
         else:
-            self._begin_at(self._host_free_us, here, call)
+            self._begin_at(self._host_free_us, entry, call)
 
     def give(self, microbatch: int, inputs: stepper.Tensors) -> None:
         """Nothing is computed."""
 
-    def _begin_at(self, at_us: float, here: _Open, call: stepper.StepCall) -> None:
+    def _begin_at(self, at_us: float, entry: _Open, call: stepper.StepCall) -> None:
         if at_us <= self.machine.now_us:
-            self._begin(here, call)
+            self._begin(entry, call)
             return
 
         def begin() -> None:
-            if self._open.get(call.microbatch) is here:
-                self._begin(here, call)
+            if self._open.get(call.microbatch) is entry:
+                self._begin(entry, call)
 
-        here.is_running = True
+        entry.is_running = True
         self._at(at_us * 1e-6, begin)
 
-    def _begin(self, here: _Open, call: stepper.StepCall) -> None:
-        here.is_running, here.works = True, self._works_of(here, call)
-        here.call, here.since_us = call, self.machine.now_us
-        self.machine.start(call.microbatch, here.works)
+    def _begin(self, entry: _Open, call: stepper.StepCall) -> None:
+        entry.is_running, entry.works = True, self._works_of(entry, call)
+        entry.call, entry.since_us = call, self.machine.now_us
+        self.machine.start(call.microbatch, entry.works)
 
     def move(self, move: stepper.PageMove) -> None:
         ends = [self._open.get(number) for number in (move.source, move.destination)]
-        lanes = [None if here is None else self.lanes.all[here.lane] for here in ends]
+        lanes = [None if entry is None else self.lanes.all[entry.lane] for entry in ends]
         now_us = until_us = self.machine.now_us
         num_bytes: Counter[tuple[int, int]] = Counter()
         for route in stepper.routes_of(move, self.lanes, lanes[0], lanes[1]):
@@ -201,20 +203,20 @@ class VirtualStepper:
         self._at(until_us * 1e-6, lambda: self._moved_all(move))
 
     def _moved_all(self, move: stepper.PageMove) -> stepper.Moved | None:
-        found = self._moves.get(move.number)
-        if found is None or found.move is not move:
+        pending = self._moves.get(move.number)
+        if pending is None or pending.move is not move:
             return None
         del self._moves[move.number]
-        for (src, dst), size in found.num_bytes.items():
+        for (src, dst), size in pending.num_bytes.items():
             self._moved[self._names[src], self._names[dst]] += size
-        seconds = (self.machine.now_us - found.since_us) * 1e-6
-        return stepper.Moved(move.number, "", seconds, found.num_bytes.total())
+        seconds = (self.machine.now_us - pending.since_us) * 1e-6
+        return stepper.Moved(move.number, "", seconds, pending.num_bytes.total())
 
     def _fail_moves(self, microbatches: Collection[int], why: str) -> None:
-        for number, found in list(self._moves.items()):
-            if found.move.source in microbatches or found.move.destination in microbatches:
+        for number, pending in list(self._moves.items()):
+            if pending.move.source in microbatches or pending.move.destination in microbatches:
                 del self._moves[number]
-                seconds = (self.machine.now_us - found.since_us) * 1e-6
+                seconds = (self.machine.now_us - pending.since_us) * 1e-6
                 failed = stepper.Moved(number, why, seconds)
                 self._at(self.now_s(), lambda failed=failed: failed)  # type: ignore[misc]
 
@@ -249,32 +251,32 @@ class VirtualStepper:
         return self.machine.busy_us
 
     def _done(self, microbatch: int) -> stepper.StepDone:
-        here = self._open[microbatch]
-        call, (script, scale) = here.call, here.works[-1]
+        entry = self._open[microbatch]
+        call, (script, scale) = entry.call, entry.works[-1]
         assert call is not None, "what ends was started"
         named_us = zip(self._names, script.device_us, strict=True)
         busy_s = {name: us * scale * 1e-6 for name, us in named_us if us}
-        seconds = (self.machine.now_us - here.since_us) * 1e-6
-        here.is_running = False
-        if here.queued is not None:
-            queued, here.queued = here.queued, None
-            self._begin_at(here.ordered_us, here, queued)
+        seconds = (self.machine.now_us - entry.since_us) * 1e-6
+        entry.is_running = False
+        if entry.queued is not None:
+            queued, entry.queued = entry.queued, None
+            self._begin_at(entry.ordered_us, entry, queued)
         return stepper.StepDone(microbatch, call.step, {}, seconds, busy_s=busy_s)
 
-    def _works_of(self, here: _Open, call: stepper.StepCall) -> tuple[Work, ...]:
-        last = here.call
+    def _works_of(self, entry: _Open, call: stepper.StepCall) -> tuple[Work, ...]:
+        last = entry.call
         before = -1 if last is None else last.step
-        moved = 1.0 if last is None else last.scale
-        key = (here.lane, before, moved, call.step, call.scale)
-        found = self._known.get(key)
-        if found is None:
-            lane = self.lanes.all[here.lane]
+        last_scale = 1.0 if last is None else last.scale
+        key = (entry.lane, before, last_scale, call.step, call.scale)
+        works = self._works.get(key)
+        if works is None:
+            lane = self.lanes.all[entry.lane]
             steps = self._scripts_of(lane).steps(lane.lane.placement)
             between = [] if last is None else range(before + 1, call.step + 1)
-            moves = [(move, moved) for n in between for move in steps[n][0]]
-            found = (*moves, (steps[call.step][1], call.scale))
-            self._known[key] = found
-        return found
+            moves = [(move, last_scale) for n in between for move in steps[n][0]]
+            works = (*moves, (steps[call.step][1], call.scale))
+            self._works[key] = works
+        return works
 
     def _scripts_of(self, lane: LoadedLane) -> Scripts:
         if lane.steps not in self._scripts:
@@ -289,7 +291,7 @@ class VirtualStepper:
         if name in self.lanes.lost:
             return None
         self.lanes.lost.add(name)
-        gone = [n for n, here in self._open.items() if name in self.lanes.all[here.lane].devices]
+        gone = [n for n, entry in self._open.items() if name in self.lanes.all[entry.lane].devices]
         self.machine.drop(gone)
         for number in gone:
             del self._open[number]
@@ -308,4 +310,4 @@ class VirtualStepper:
     def _slow_down(self, name: str, factor: float) -> None:
         self._truth = replace(self._truth, slow=(*self._truth.slow, (name, factor)))
         self._scripts.clear()
-        self._known.clear()
+        self._works.clear()
