@@ -80,9 +80,9 @@ class ServedSteps:
     frequencies: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def step(self, tokens: int, sequences: int, pool_tokens: int, length: int) -> ir.Step:
-        return replace(self._asked((tokens, sequences, pool_tokens, length)), windows=self.windows)
+        return replace(self._bare_step((tokens, sequences, pool_tokens, length)), windows=self.windows)
 
-    def _asked(self, sizes: tuple[int, int, int, int]) -> ir.Step:
+    def _bare_step(self, sizes: tuple[int, int, int, int]) -> ir.Step:
         """Without the model's windows, which a recording adds."""
         return served_step(place_of(self.model), *sizes, self.random_weights)
 
@@ -94,7 +94,7 @@ class ServedSteps:
 
     @property
     def anchors(self) -> list[ir.Step]:
-        return [self._asked(sizes) for sizes in ANCHORS]
+        return [self._bare_step(sizes) for sizes in ANCHORS]
 
     @cached_property
     def family(self) -> StepFamily:
@@ -102,7 +102,7 @@ class ServedSteps:
         if self.is_compiled:
             traces = compiled(self.anchors)
         else:
-            sizes = [*self.anchors, self._asked(CHECKED)]
+            sizes = [*self.anchors, self._bare_step(CHECKED)]
             said = "recording the served step, {} of {}".format
             traces = record_sizes(sizes, lambda num: self.advance(said(num + 1, len(sizes))))
         traces = divided(self.cluster, traces, self.frequencies)
@@ -198,8 +198,9 @@ class ServedSteps:
         config = config or (fluid.QUICK_FLUID if search is QUICK else fluid.FLUID)
         config = replace(config, memory_share=memory_share)
         runs_on_cpu = not len(compiled_launches(self.family.recordings[0].trace))
-        given = (load, self.cluster, self.price, self.model_bytes, config)
-        return fluid.FluidModel(*given, runs_on_cpu=runs_on_cpu)
+        return fluid.FluidModel(
+            load, self.cluster, self.price, self.model_bytes, config, runs_on_cpu=runs_on_cpu
+        )
 
     def unit(self, group: fluid.GroupDraft) -> tuple[ir.WorkUnit, tuple[ir.Costs, ...]]:
         sizes = [self.step(size, group.sequences, group.pool_tokens, group.length) for size in group.sizes]
@@ -210,8 +211,8 @@ class ServedSteps:
 
 def service_memory(plan: ir.ServicePlan) -> tuple[DeviceMemory, ...]:
     """What workers will hold; state by row, which microbatches have of their own, counts as state."""
-    found = footprints(plan.plans, [ready_programs(part) for part in plan.plans])
-    by_row = [0] * len(found)
+    by_device = footprints(plan.plans, [ready_programs(part) for part in plan.plans])
+    by_row = [0] * len(by_device)
     for group in plan.groups:
         graph, placement = group.plan.graphs[-1], group.plan.lanes[0].placement.devices[-1]
         for number, device in homes_of(graph, placement):
@@ -222,43 +223,43 @@ def service_memory(plan: ir.ServicePlan) -> tuple[DeviceMemory, ...]:
             device.name, device.memory_bytes, x.weight_bytes, x.microbatch_bytes,
             x.home_bytes + rows, max(0, x.held_bytes - rows),
         )
-        for device, x, rows in zip(plan.cluster.devices, found, by_row, strict=True)
+        for device, x, rows in zip(plan.cluster.devices, by_device, by_row, strict=True)
     )  # fmt: skip
 
 
 def experts_by_device(plan: ir.ServicePlan) -> dict[str, dict[str, tuple[int, ...]]]:
     """Device -> module of a mixture -> experts that run there."""
-    found: dict[str, dict[str, set[int]]] = {}
+    experts: dict[str, dict[str, set[int]]] = {}
     for graph, devices in zip(plan.plans[0].graphs, plan.plans[0].lanes[0].placement.devices, strict=True):
         for launch, (scope, first, num) in experts_of(graph.trace).items():
-            here = found.setdefault(plan.cluster.names[devices[launch]], {})
-            here.setdefault(scope, set()).update(range(first, first + num))
+            by_scope = experts.setdefault(plan.cluster.names[devices[launch]], {})
+            by_scope.setdefault(scope, set()).update(range(first, first + num))
     return {
         device: {scope: tuple(sorted(numbers)) for scope, numbers in scopes.items()}
-        for device, scopes in found.items()
+        for device, scopes in experts.items()
     }
 
 
 def fetched_by_device(plan: ir.ServicePlan) -> dict[str, tuple[str, ...]]:
     """Device -> weights that it fetches from a host's memory in every step."""
-    found: dict[str, dict[str, None]] = {}
+    weights: dict[str, dict[str, None]] = {}
     for part in plan.plans:
         hosts = dict(part.lanes[0].placement.fetched)
         for graph, devices in zip(part.graphs, part.lanes[0].placement.devices, strict=True):
             for launch, device in zip(graph.trace.launches, devices, strict=True):
                 for name in (graph.trace.buffers[access.buffer].name for access in launch.accesses):
                     if hosts.get(name, device) != device:
-                        found.setdefault(plan.cluster.names[device], {})[name] = None
-    return {device: tuple(names) for device, names in found.items()}
+                        weights.setdefault(plan.cluster.names[device], {})[name] = None
+    return {device: tuple(names) for device, names in weights.items()}
 
 
 def read_frequencies(path: Path) -> dict[str, list[float]]:
     """Module -> how often each expert is chosen."""
     try:
-        found = msgspec.json.decode(path.read_bytes())
-        if isinstance(found, dict) and isinstance(found.get("experts"), dict):  # a service's /v1/state
-            found = found["experts"]
-        return msgspec.convert(found, dict[str, list[Annotated[float, Meta(ge=0)]]])
+        document = msgspec.json.decode(path.read_bytes())
+        if isinstance(document, dict) and isinstance(document.get("experts"), dict):  # a service's /v1/state
+            document = document["experts"]
+        return msgspec.convert(document, dict[str, list[Annotated[float, Meta(ge=0)]]])
     except (OSError, msgspec.MsgspecError) as error:
         remedy = 'Write {"model.layers.0.mlp.experts": [3, 1, ...], ...} or the answer of /v1/state.'
         raise TesseraError(f"cannot be read: {error}", remedy, str(path)) from error
@@ -289,10 +290,11 @@ def make_group(
     elif placement is None:
         # Microbatches share pages: each is planned with its part.
         part = replace(draft, pool_tokens=draft.pool_tokens // draft.microbatches // PAGE * PAGE)
-        cluster, (work, prices) = cluster_of(steps.cluster, draft.devices), steps.unit(part)
-        own = costs_on(prices, draft.devices)
-        found = place(work, own, cluster, policy, draft.microbatches, search, SteadyRates(), memory_share)
-        placement = found.renumbered(draft.devices)
+        cluster = cluster_of(steps.cluster, draft.devices)
+        work, prices = steps.unit(part)
+        prices = costs_on(prices, draft.devices)
+        placed = place(work, prices, cluster, policy, draft.microbatches, search, SteadyRates(), memory_share)
+        placement = placed.renumbered(draft.devices)
     home = "+".join(steps.cluster.names[device] for device in draft.devices)
     plan = lane_plan(unit, costs, steps.cluster, placement, draft.microbatches, home)
     if len(draft.devices) > 1:

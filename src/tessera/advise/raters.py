@@ -31,27 +31,27 @@ UNLIMITED = 1 << 50
 COPIES = (SINGLE, DATA_PARALLEL)
 
 
-def rater_of(wanted: ModelLoad, cards: Cluster, advance: Advance) -> "Rater":
+def rater_of(demand: ModelLoad, cards: Cluster, advance: Advance) -> "Rater":
     """`cards` have all kinds of devices that are asked for later."""
-    if wanted.load.output_tokens and is_served(wanted.model):
+    if demand.load.output_tokens and is_served(demand.model):
         with suppress(CaptureError):  # one token of each sequence a step
-            return ServiceRater.of(wanted, cards, advance)
-    return StepRater.of(wanted, advance)
+            return ServiceRater.of(demand, cards, advance)
+    return StepRater.of(demand, advance)
 
 
 @dataclass(frozen=True, eq=False)
 class ServiceRater:
-    wanted: ModelLoad
+    demand: ModelLoad
     steps: ServedSteps
     note: str
 
     @staticmethod
-    def of(wanted: ModelLoad, cards: Cluster, advance: Advance) -> "ServiceRater":
-        steps = ServedSteps(wanted.model, cards, wanted.random_weights, advance=advance)
-        steps.frequencies = wanted.frequencies
-        steps.is_compiled, note = choose_launches(steps.anchors, wanted.launches)
+    def of(demand: ModelLoad, cards: Cluster, advance: Advance) -> "ServiceRater":
+        steps = ServedSteps(demand.model, cards, demand.random_weights, advance=advance)
+        steps.frequencies = demand.frequencies
+        steps.is_compiled, note = choose_launches(steps.anchors, demand.launches)
         _ = steps.family
-        return ServiceRater(wanted, steps, note)
+        return ServiceRater(demand, steps, note)
 
     @property
     def is_compiled(self) -> bool:
@@ -83,40 +83,40 @@ class ServiceRater:
         return min(options, key=lambda o: (o.tpot_ms, o.ttft_ms), default=None)
 
     def plan(self, cluster: Cluster) -> tuple[ServicePlan, Comparison]:
-        wanted, steps = self.wanted, self.steps.on(cluster)
-        policies = self._worthwhile(cluster) if wanted.worth else POLICIES
+        demand, steps = self.demand, self.steps.on(cluster)
+        policies = self._worthwhile(cluster) if demand.worth else POLICIES
         plan = make_service_plan(
-            steps, wanted.load, rehearse, wanted.search, wanted.objective, wanted.memory_share, policies
+            steps, demand.load, rehearse, demand.search, demand.objective, demand.memory_share, policies
         )
-        return plan, compared(plan, wanted.objective)
+        return plan, compared(plan, demand.objective)
 
     def _worthwhile(self, cluster: Cluster) -> Sequence[str]:
         drafts = self.drafts(cluster)
-        least = self.wanted.worth * max((o.tokens_per_s for o in drafts), default=0.0)
+        least = self.demand.worth * max((o.tokens_per_s for o in drafts), default=0.0)
         return [o.policy for o in drafts if o.tokens_per_s >= least or o.policy in COPIES] or POLICIES
 
     def _fluid(self, cluster: Cluster) -> FluidModel:
-        wanted = self.wanted
-        return self.steps.on(cluster).fluid_model(wanted.load, wanted.search, wanted.memory_share)
+        demand = self.demand
+        return self.steps.on(cluster).fluid_model(demand.load, demand.search, demand.memory_share)
 
 
 @dataclass(frozen=True, eq=False)
 class StepRater:
-    wanted: ModelLoad
+    demand: ModelLoad
     target: Target
     recorded: LoadSteps
     note: str
     advance: Advance
 
     @staticmethod
-    def of(wanted: ModelLoad, advance: Advance) -> "StepRater":
-        load, steps = wanted.load, _steps_of(wanted)
+    def of(demand: ModelLoad, advance: Advance) -> "StepRater":
+        load, steps = demand.load, _steps_of(demand)
         is_image = steps[-1].kind != "decode"
         tokens = 1 if is_image else load.output_tokens
-        counts = [1] * (len(steps) - 1) + [wanted.image_steps if is_image else max(1, tokens)]
-        is_compiled, note = choose_launches(at_anchors(steps), wanted.launches)
+        counts = [1] * (len(steps) - 1) + [demand.image_steps if is_image else max(1, tokens)]
+        is_compiled, note = choose_launches(at_anchors(steps), demand.launches)
         recorded = LoadSteps(steps, counts, ANCHORS, advance, is_compiled)
-        return StepRater(wanted, Target(tokens, load.tpot_ms, load.ttft_ms), recorded, note, advance)
+        return StepRater(demand, Target(tokens, load.tpot_ms, load.ttft_ms), recorded, note, advance)
 
     @property
     def is_compiled(self) -> bool:
@@ -143,22 +143,22 @@ class StepRater:
         copies = self._search(cluster, target).copies(BATCHES)
         if copies or within_ms is not None:
             return copies
-        found = self.plan(cluster)[1]  # too large for one card
-        return [*found.baselines, found.chosen]
+        comparison = self.plan(cluster)[1]  # too large for one card
+        return [*comparison.baselines, comparison.chosen]
 
     def fastest(self, cluster: Cluster) -> Option | None:
         copies = self._search(cluster, replace(self.target, tpot_ms=None, ttft_ms=None)).copies(BATCHES[:1])
         return min(copies, key=lambda o: (o.tpot_ms, o.ttft_ms), default=None)
 
     def plan(self, cluster: Cluster) -> tuple[Plan, Comparison]:
-        batches = (self.wanted.batch,) if self.wanted.batch else BATCHES
-        depths = (self.wanted.microbatches,) if self.wanted.microbatches else ()
+        batches = (self.demand.batch,) if self.demand.batch else BATCHES
+        depths = (self.demand.microbatches,) if self.demand.microbatches else ()
         return plan_steps(self.recorded, cluster, self.target, self._config, batches, depths, self.advance)
 
     @property
     def _config(self) -> PlanConfig:
-        wanted = self.wanted
-        return PlanConfig(wanted.objective, search=wanted.search, memory_share=wanted.memory_share)
+        demand = self.demand
+        return PlanConfig(demand.objective, search=demand.search, memory_share=demand.memory_share)
 
     def _search(self, cluster: Cluster, target: Target) -> BatchSearch:
         return batch_search(self.recorded, cluster, target, self._config)
@@ -167,9 +167,9 @@ class StepRater:
 Rater = ServiceRater | StepRater
 
 
-def _steps_of(wanted: ModelLoad) -> list[Step]:
-    kinds, load = steps_of_model(wanted.model), wanted.load
-    any_step = Step(place_of(wanted.model), kinds[0], 1, load.prompt_tokens, 0, 0, wanted.random_weights)
+def _steps_of(demand: ModelLoad) -> list[Step]:
+    kinds, load = steps_of_model(demand.model), demand.load
+    any_step = Step(place_of(demand.model), kinds[0], 1, load.prompt_tokens, 0, 0, demand.random_weights)
     if "decode" not in kinds:
         return [any_step]
     decode = replace(any_step, kind="decode", context=load.prompt_tokens + load.output_tokens)

@@ -72,11 +72,11 @@ class RatedCards:
         listed = [gpu(name) for name in market.gpus] or list(known_gpus())
         priced = [g for g in listed if market.prices_of(g)] or listed
         answers = Load(load.prompt, load.output, tpot_ms=load.tpot_ms, ttft_ms=load.ttft_ms)
-        wanted = ModelLoad(
+        demand = ModelLoad(
             load.model, answers, market.launches, market.search, market.memory_share,
             image_steps=load.output, worth=WORTH,
         )  # fmt: skip
-        self.rater: Rater = rater_of(wanted, _cluster([g.name for g in priced]), advance)
+        self.rater: Rater = rater_of(demand, _cluster([g.name for g in priced]), advance)
         self.offers, self.skipped = self._offers(listed)
 
     @cached_property
@@ -150,9 +150,9 @@ def _use(cards: RatedCards) -> tuple[Advice, tuple[Planned, ...]]:
     usd = 0.0 if None in rents else sum(rent or 0.0 for rent in rents)
     basket = Basket(cards.have, market.provider, usd)
     cluster = market.cluster(basket)
-    plan, found = cards.rater.plan(cluster)
+    plan, comparison = cards.rater.plan(cluster)
     error = _error(plan)
-    best = _best_of_each((*found.baselines, found.chosen))
+    best = _best_of_each((*comparison.baselines, comparison.chosen))
     ways = [cards.candidate(basket, best[way], error) for way in WAYS if way in best]
     most = max(way.requests_per_s for way in ways)
     advised = next(n for n, way in enumerate(ways) if way.requests_per_s * (1 + error) >= most)
@@ -164,10 +164,10 @@ def _use(cards: RatedCards) -> tuple[Advice, tuple[Planned, ...]]:
         notes=(cards.rater.note,) if cards.rater.note else (),
         is_compiled=cards.rater.is_compiled,
         have=cards.have,
-        by_tpot=tuple(_regimes(cards, cluster, found, error)),
+        by_tpot=tuple(_regimes(cards, cluster, comparison, error)),
         next_cards=_next_cards(cards, ways[advised].requests_per_s),
     )
-    return advice, ((plan, found),)
+    return advice, ((plan, comparison),)
 
 
 def _next_cards(cards: RatedCards, there_per_s: float) -> tuple[Candidate, ...]:
@@ -195,9 +195,9 @@ def _best_of_each(options: Iterable[Option]) -> dict[str, Option]:
     return best
 
 
-def _regimes(cards: RatedCards, cluster: Cluster, found: Comparison, error: float) -> Iterable[Regime]:
+def _regimes(cards: RatedCards, cluster: Cluster, comparison: Comparison, error: float) -> Iterable[Regime]:
     fastest = cards.rater.fastest(cluster)
-    slowest = max(o.tpot_ms for o in (*found.baselines, found.chosen))
+    slowest = max(o.tpot_ms for o in (*comparison.baselines, comparison.chosen))
     if fastest is None or cards.load.is_image:
         return
     for limit in round_limits(fastest.tpot_ms, slowest):
@@ -277,14 +277,14 @@ class _Rent:
         self.cards.advance(f"planning {basket}")
         self.num_planned += 1
         try:
-            plan, found = self.cards.rater.plan(self.cards.market.cluster(basket))
+            plan, comparison = self.cards.rater.plan(self.cards.market.cluster(basket))
         except PlanInfeasible:
             return
-        candidate = self.cards.candidate(basket, found.chosen, _error(plan))
+        candidate = self.cards.candidate(basket, comparison.chosen, _error(plan))
         if not candidate.is_enough:
             self._note(candidate)
         else:
-            self.choices.append((candidate, (plan, found)))
+            self.choices.append((candidate, (plan, comparison)))
             usd, per_s = basket.usd_per_hour, candidate.requests_per_s
             self.show(f"{basket} at {usd:.2f} USD an hour carries {digits(per_s)}/s")
 
