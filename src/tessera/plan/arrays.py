@@ -101,8 +101,8 @@ def link_rows(cluster: ir.Cluster) -> Ints:
     first: dict[str, int] = {}
     for link in cluster.links:
         if link.group:
-            own = place[link.src] * num + place[link.dst]
-            rows[own] = first.setdefault(link.group, own)
+            row = place[link.src] * num + place[link.dst]
+            rows[row] = first.setdefault(link.group, row)
     return rows
 
 
@@ -153,10 +153,10 @@ def transits_of(unit: ir.WorkUnit) -> Iterator[Transit]:
     for step, graph in enumerate(unit.graphs):
         sizes = {b.name: b.size_bytes for b in graph.trace.buffers if b.kind is ir.BufferKind.STATE}
         for name, group in graph.state_groups.items():
-            own = step, graph.groups[group][0]
+            first_use = step, graph.groups[group][0]
             if name in last:
-                yield Transit(sizes[name], last[name][0], last[name][1], own)
-            last[name] = sizes[name], own
+                yield Transit(sizes[name], last[name][0], last[name][1], first_use)
+            last[name] = sizes[name], first_use
 
 
 def _migrations(unit: ir.WorkUnit, node_of: tuple[Ints, ...]) -> Iterator[Flow]:

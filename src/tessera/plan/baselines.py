@@ -128,11 +128,11 @@ COARSE: dict[str, Callable[[Pool], tuple[Mix, ...] | None]] = {
 
 def coarse_mixes(pool: Pool) -> dict[str, tuple[Mix, ...] | None]:
     """Adds the columns to the pool."""
-    found = {name: policy(pool) for name, policy in COARSE.items()}
-    for mixes in found.values():
+    by_policy = {name: policy(pool) for name, policy in COARSE.items()}
+    for mixes in by_policy.values():
         for mix in mixes or ():
             pool.add(*mix.columns)
-    return found
+    return by_policy
 
 
 def orders(pool: Pool) -> list[tuple[int, ...]]:

@@ -99,14 +99,14 @@ class BatchSearch:
         for depth in others if start else ():
             near = sorted({_even(start * share) for share in DEEPER}) if start and is_free else batches
             best_batch(partial(self._plan_merit, depth, first), near, DEEPER_ROUNDS if is_free else ())
-        if not self._known:
+        if not self._feasible:
             raise next(error for error in self._plans.values() if isinstance(error, PlanInfeasible))
         coarse = self._coarse_options(NEAR if is_free else ())
-        top = max(self._merit(self.option(plan)) for plan in self._known)
+        top = max(self._merit(self.option(plan)) for plan in self._feasible)
         for option in coarse:  # which may have climbed further
             if self._merit(option) > top:
                 self._plan_merit(option.microbatches, 0, max(option.batch.values()))
-        plans = self._known
+        plans = self._feasible
         best = max(plans, key=lambda plan: self._merit(self.option(plan)))
         if not self.target.allows(self.option(best)):
             raise self._refusal(plans)
@@ -118,7 +118,7 @@ class BatchSearch:
         return best, Comparison(best.policy, self.option(best), baselines, self.config.objective)
 
     @property
-    def _known(self) -> list[ir.Plan]:
+    def _feasible(self) -> list[ir.Plan]:
         return [plan for plan in self._plans.values() if isinstance(plan, ir.Plan)]
 
     def _by_cells(self, batches: Sequence[int], depths: Sequence[int]) -> tuple[ir.Plan, Comparison] | None:
@@ -138,7 +138,7 @@ class BatchSearch:
         cluster = cluster_of(self.cluster, cells[0])
         part = replace(self, unit_at=part_at, cluster=cluster, _plans={}, _coarse={}, _copies={})
         try:
-            plan, found = part.best(batches, [depth // len(cells) for depth in depths])
+            plan, comparison = part.best(batches, [depth // len(cells) for depth in depths])
         except PlanInfeasible:
             return None
         whole, copies = build(*self.unit_at(plan.batch), self.cluster), len(cells)
@@ -151,7 +151,7 @@ class BatchSearch:
                 for b in plan.baselines
             ),
         )
-        others = tuple(o if o.policy == "single" else self._copied(o, cells) for o in found.baselines)
+        others = tuple(o if o.policy == "single" else self._copied(o, cells) for o in comparison.baselines)
         return copied, Comparison(copied.policy, self.option(copied), others, config.objective)
 
     def _copied(self, option: Option, cells: Cells) -> Option:
@@ -162,11 +162,11 @@ class BatchSearch:
             _scaled(option, len(cells), "tokens_per_s", "microbatches", "usd_per_hour"), batch=batch
         )
 
-    def _plan_merit(self, depth: int, known_depth: int, batch: int) -> Merit:
-        """Microbatches up to `known_depth` are tried already."""
+    def _plan_merit(self, depth: int, tried_depth: int, batch: int) -> Merit:
+        """Microbatches up to `tried_depth` are tried already."""
         if (batch, depth) not in self._plans:
             self.advance(f"planning batch {batch}")
-            fewer = tuple(num for num in QUICK.fewer_microbatches if num > known_depth)
+            fewer = tuple(num for num in QUICK.fewer_microbatches if num > tried_depth)
             quick = replace(QUICK, fewer_microbatches=fewer)
             try:
                 plan = self._plan(batch, depth, replace(self.config, search=quick, shown_microbatches=()))
@@ -176,8 +176,8 @@ class BatchSearch:
             self._plans[batch, depth] = plan
             if plan.microbatches == depth:
                 self._coarse[batch, depth] = self._options(plan.unit, plan.costs, plan.baselines)
-        known = self._plans[batch, depth]
-        return self._merit(self.option(known)) if isinstance(known, ir.Plan) else NOTHING
+        outcome = self._plans[batch, depth]
+        return self._merit(self.option(outcome)) if isinstance(outcome, ir.Plan) else NOTHING
 
     def _plan(self, batch: int, microbatches: int, config: PlanConfig) -> ir.Plan:
         config = replace(config, microbatches=microbatches)
@@ -250,13 +250,14 @@ class BatchSearch:
     def _options(
         self, unit: ir.WorkUnit, costs: Sequence[ir.Costs], rated: Sequence[ir.Baseline]
     ) -> dict[str, Option]:
-        found, every = {}, range(len(self.cluster.devices))
+        options = {}
+        every = range(len(self.cluster.devices))
         for baseline in rated:
             rate, usd = baseline.throughput_per_s, baseline.usd_per_1k_units
             if rate and baseline.microbatches and baseline.name not in REPLICAS:
                 figures = rate, baseline.microbatches, usd and usd * rate * 3.6, baseline.joules_per_unit
-                found[baseline.name] = self._option(baseline.name, unit, costs, every, *figures)
-        return found
+                options[baseline.name] = self._option(baseline.name, unit, costs, every, *figures)
+        return options
 
     def _alone(self, unit: ir.WorkUnit, costs: Sequence[ir.Costs], device: int) -> Option:
         card = self.cluster.devices[device]
@@ -319,8 +320,8 @@ def together(listed: Sequence[Option]) -> Option:
 
 
 def _scaled(record: Record, num: int, *names: str) -> Record:
-    known = {name: getattr(record, name) for name in names}
-    return replace(record, **{name: num * value for name, value in known.items() if value})
+    figures = {name: getattr(record, name) for name in names}
+    return replace(record, **{name: num * value for name, value in figures.items() if value})
 
 
 def _even(batch: float) -> int:

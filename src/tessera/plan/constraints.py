@@ -155,11 +155,9 @@ def _short(name: str) -> str:
 
 def attention_launches(unit: ir.WorkUnit) -> tuple[npt.NDArray[np.bool_], ...] | None:
     """[step][launch]; None if all or none are."""
-    found: set[Path] = set()
-    for graph in unit.graphs:
-        found |= _attention_scopes(graph.trace)
-    outer = {path[:n] for path in found for n in range(len(path))}
-    inner = found - outer
+    scopes = {path for graph in unit.graphs for path in _attention_scopes(graph.trace)}
+    outer = {path[:n] for path in scopes for n in range(len(path))}
+    inner = scopes - outer
     marks = tuple(
         np.array([_inside(_path(x.scope), inner) for x in g.trace.launches], dtype=np.bool_)
         for g in unit.graphs
@@ -200,16 +198,16 @@ def _layer(scope: str) -> Path | None:
 
 def _attention_scopes(trace: ir.Trace) -> set[Path]:
     touching: dict[int, set[str]] = {}
-    found: set[Path] = set()
+    paths: set[Path] = set()
     for launch in trace.launches:
         for access in launch.accesses:
             if trace.buffers[access.buffer].kind is ir.BufferKind.STATE:
                 touching.setdefault(access.buffer, set()).add(launch.scope)
         name = trace.kernels[launch.kernel].name
         if any(word in name for word in ATTENTION_KERNELS):
-            found.add(_path(launch.scope))
-    found |= {_common(scopes) for scopes in touching.values()}
-    return {path for path in found if path}
+            paths.add(_path(launch.scope))
+    paths |= {_common(scopes) for scopes in touching.values()}
+    return {path for path in paths if path}
 
 
 def _common(scopes: Iterable[str]) -> Path:

@@ -125,7 +125,8 @@ def explain(plan: ir.Plan) -> Explanation:
     devices, links = _usages(problem, mix, plan)
     busiest = max((*devices, *links), key=lambda u: u.utilisation)
     gains = tuple(gain_over(plan, b) for b in plan.baselines)
-    error, found = Sampler(problem).rel_error(mix), reasons(problem, mix, _nodes(problem))
+    error = Sampler(problem).rel_error(mix)
+    top_reasons = reasons(problem, mix, _nodes(problem))
     return Explanation(
         devices=devices,
         links=links,
@@ -137,8 +138,8 @@ def explain(plan: ir.Plan) -> Explanation:
         error=error,
         verdict=_verdict(plan, gains, busiest, error),
         memory=_memory(problem, mix),
-        reasons=found,
-        notes=(*(reason.sentence for reason in found), *_remarks(plan)),
+        reasons=top_reasons,
+        notes=(*(reason.sentence for reason in top_reasons), *_remarks(plan)),
     )
 
 
@@ -175,12 +176,12 @@ def _memory(problem: Problem, mix: Mix) -> tuple[DeviceMemory, ...]:
 
 def _launches(problem: Problem) -> dict[tuple[str, str], list[tuple[int, int]]]:
     """(kernel, scope) -> launches, as (step, launch)."""
-    found: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    launches: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for step, graph in enumerate(problem.unit.graphs):
         for index, launch in enumerate(graph.trace.launches):
             key = graph.trace.kernel_of(index).name, _kind_of(launch.scope)
-            found.setdefault(key, []).append((step, index))
-    return found
+            launches.setdefault(key, []).append((step, index))
+    return launches
 
 
 def _nodes(problem: Problem) -> dict[tuple[str, str], Labels]:
@@ -200,7 +201,8 @@ def _bytes(problem: Problem, column: Column) -> float:
 
 
 def _kernels(mix: Mix, problem: Problem) -> tuple[KernelUse, ...]:
-    num, counts, found = problem.num_devices, problem.unit.counts, []
+    num, counts = problem.num_devices, problem.unit.counts
+    uses = []
     for key, launches in _launches(problem).items():
         runs, us, on = 0.0, np.zeros(num), np.zeros(num)
         for step, launch in launches:
@@ -208,8 +210,8 @@ def _kernels(mix: Mix, problem: Problem) -> tuple[KernelUse, ...]:
             runs += counts[step]
             us += counts[step] * problem.cost_us[step][launch]
             on += counts[step] * np.bincount(placed, weights=mix.shares, minlength=num)
-        found.append(KernelUse(*key, round(runs), tuple(us.tolist()), tuple((on / runs).tolist())))
-    return tuple(sorted(found, key=lambda k: (-max(k.us), k.scope, k.kernel)))
+        uses.append(KernelUse(*key, round(runs), tuple(us.tolist()), tuple((on / runs).tolist())))
+    return tuple(sorted(uses, key=lambda k: (-max(k.us), k.scope, k.kernel)))
 
 
 def gain_over(plan: ir.Plan, baseline: ir.Baseline) -> Gain:
@@ -228,15 +230,15 @@ def _ratio(theirs: float | None, ours: float | None) -> float | None:
 
 
 def _verdict(plan: ir.Plan, gains: tuple[Gain, ...], busiest: Usage, error: float) -> str:
-    known = [(ratio, g.name) for g in gains if (ratio := getattr(g, plan.objective.value)) is not None]
+    ratios = [(ratio, g.name) for g in gains if (ratio := getattr(g, plan.objective.value)) is not None]
     where = f"{busiest.name} is the bottleneck ({busiest.utilisation:.0%} busy)"
     if plan.policy in {g.name for g in gains}:
         return f"The plan is {plan.policy}; {where}."
     if len(plan.cluster.devices) == 1:
         return f"One device: there is nothing to divide; {where}."
-    if not known:
+    if not ratios:
         return f"No coarser policy applies; {where}."
-    ratio, name = min(known)
+    ratio, name = min(ratios)
     what = {
         ir.Objective.THROUGHPUT: "the throughput of",
         ir.Objective.LATENCY: "as fast for one request as",
@@ -286,31 +288,31 @@ def reasons(problem: Problem, mix: Mix, kernels: dict[tuple[str, str], Labels]) 
     if problem.num_devices < 2:
         return ()
     main = int(np.argmax(mix.shares))
-    found = (_reason(problem, mix, main, name, nodes) for name, nodes in kernels.items())
-    return tuple(r for r in found if r is not None)[:MAX_REASONS]
+    candidates = (_reason(problem, mix, main, name, nodes) for name, nodes in kernels.items())
+    return tuple(r for r in candidates if r is not None)[:MAX_REASONS]
 
 
 def _reason(problem: Problem, mix: Mix, main: int, name: tuple[str, str], nodes: Labels) -> Reason | None:
     column = mix.columns[main]
     placed = column.labels[nodes]
-    here = int(np.bincount(placed, minlength=problem.num_devices).argmax())
-    moved = nodes[placed == here]
+    device = int(np.bincount(placed, minlength=problem.num_devices).argmax())
+    moved = nodes[placed == device]
     options = []
-    for there in range(problem.num_devices):
-        if there != here:
+    for other in range(problem.num_devices):
+        if other != device:
             labels = column.labels.copy()
-            labels[moved] = there
+            labels[moved] = other
             if problem.is_allowed(labels):
-                options.append((_period(mix, main, problem.column(labels)), there))
+                options.append((_period(mix, main, problem.column(labels)), other))
     if not options:
         return None
-    period, there = min(options)
+    period, other = min(options)
     labels = column.labels.copy()
-    labels[moved] = there
-    here_us, there_us = (float(problem.load_us[moved, d].sum()) for d in (here, there))
+    labels[moved] = other
+    here_us, there_us = (float(problem.load_us[moved, d].sum()) for d in (device, other))
     added = problem.column(labels).path_us - column.path_us - (there_us - here_us)
     names = problem.cluster.names
-    return Reason(*name, names[here], names[there], here_us, there_us, added, period)
+    return Reason(*name, names[device], names[other], here_us, there_us, added, period)
 
 
 def _period(mix: Mix, main: int, column: Column) -> float:

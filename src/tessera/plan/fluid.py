@@ -194,12 +194,12 @@ class FluidModel:
 
     @cached_property
     def alike(self) -> tuple[tuple[int, ...], ...]:
-        found: dict[object, list[int]] = {}
+        by_kind: dict[object, list[int]] = {}
         for number in self.used:
             device = self.cluster.devices[number]
             kind = (device.gpu, device.memory_bytes, device.kind, device.num_sms, device.usd_per_hour)
-            found.setdefault(kind, []).append(number)
-        return tuple(tuple(numbers) for numbers in found.values())
+            by_kind.setdefault(kind, []).append(number)
+        return tuple(tuple(numbers) for numbers in by_kind.values())
 
     @cached_property
     def kinds(self) -> tuple[tuple[int, ...], ...]:
@@ -239,18 +239,18 @@ class FluidModel:
         return min(self._drafts(policy), key=lambda d: (d.tpot_ms, d.ttft_ms), default=None)
 
     def _drafts(self, policy: str) -> list[ServiceDraft]:
-        if policy not in self._known:
+        if policy not in self._by_policy:
             if policy in (SINGLE, DATA_PARALLEL):
-                made = self._replicas(policy)
+                drafts = self._replicas(policy)
             elif policy in (PREFILL_DECODE, FRACTIONAL):
-                made = self._split(policy)
+                drafts = self._split(policy)
             else:
-                made = self._divided(policy)
-            self._known[policy] = list(made)
-        return self._known[policy]
+                drafts = self._divided(policy)
+            self._by_policy[policy] = list(drafts)
+        return self._by_policy[policy]
 
     @cached_property
-    def _known(self) -> dict[str, list[ServiceDraft]]:
+    def _by_policy(self) -> dict[str, list[ServiceDraft]]:
         return {}
 
     def _mixed(
@@ -336,7 +336,8 @@ class FluidModel:
             rest = {kind: kind[num:] for kind, num in parts if num < len(kind)}
             if not readers or not rest:
                 continue
-            prompts = [found for device in readers if (found := self._prompts(device)) is not None]
+            groups = [self._prompts(device) for device in readers]
+            prompts = [group for group in groups if group is not None]
             if len(prompts) < len(readers):
                 continue
             for chosen in _alike([seats[kind] for kind in rest]):
@@ -367,7 +368,7 @@ class FluidModel:
 
     def _prompts(self, device: int) -> tuple[GroupDraft, float] | None:
         """A group and its prompt tokens per second; None: no group fits."""
-        found: list[tuple[float, GroupDraft, float]] = []
+        options: list[tuple[float, GroupDraft, float]] = []
         for tokens in self.config.prompt_tokens:
             prompts = tokens / self.load.prompt_tokens
             sequences = max(4, math.ceil(2.0 * self.config.backlog * prompts) + 4)
@@ -375,13 +376,13 @@ class FluidModel:
             price = self.price(tokens, min(tokens, sequences), self.load.prompt_tokens)
             us = price.total_us(device)
             is_late = (self.config.backlog + 0.5) * us * 1e-3 > (self.load.ttft_ms or math.inf)
-            if (found and is_late) or not self.fits(device, pool, price):
+            if (options and is_late) or not self.fits(device, pool, price):
                 break
             sizes = (tokens,) if tokens > sequences else (max(tokens, sequences),)
             group = GroupDraft(Role.PROMPTS, (device,), sequences, sizes, 1, pool, self.load.prompt_tokens)
-            found.append((tokens / us * 1e6, group, us))
-        best = max((rate for rate, _, _ in found), default=0.0)
-        wide = (row for row in found if row[0] >= (1.0 - self.config.prompt_gain) * best)
+            options.append((tokens / us * 1e6, group, us))
+        best = max((rate for rate, _, _ in options), default=0.0)
+        wide = (row for row in options if row[0] >= (1.0 - self.config.prompt_gain) * best)
         return next(((group, rate) for rate, group, _ in wide), None)
 
     def _balanced(
@@ -458,13 +459,13 @@ class FluidModel:
         inside = np.array(model.attention)
         attention, rest = us[inside].sum(axis=0), us[~inside].sum(axis=0)
         for at, other in permutations(range(num), 2):
-            here = np.arange(num) == at
-            caps = (rooms - here * (model.attention_weights + pages)) / (
+            has_attention = np.arange(num) == at
+            caps = (rooms - has_attention * (model.attention_weights + pages)) / (
                 model.weights - model.attention_weights
             )
             if caps[at] >= 0.0:
                 caps = caps * (np.arange(num) == other) if policy == ATTENTION_FFN else caps
-                yield from _filled_us(here * attention, rest, caps, busy)
+                yield from _filled_us(has_attention * attention, rest, caps, busy)
 
     @cached_property
     def hosts(self) -> tuple[int, ...]:
@@ -496,9 +497,11 @@ class FluidModel:
         links = [self.cluster.link(self.hosts[0], card) for card in cards]
         link_us = outside * self.model.weights / sum(1.0 / x.fetch_us(1.0) for x in links if x is not None)
         for fetched in (1.0,) if policy == FETCH else np.linspace(0.0, 1.0, 9).tolist():
-            there = outside * (1.0 - fetched)
-            times = (1.0 - there) * _together_us(price, cards), there * _together_us(price, self.hosts)
-            busy_us = sum(times) if in_flight == 1 else max(times) / self.config.efficiency
+            host_share = outside * (1.0 - fetched)
+            card_us = (1.0 - host_share) * _together_us(price, cards)
+            host_us = host_share * _together_us(price, self.hosts)
+            longer_us = max(card_us, host_us) / self.config.efficiency
+            busy_us = card_us + host_us if in_flight == 1 else longer_us
             yield max(busy_us, fetched * link_us)
 
     @cached_property

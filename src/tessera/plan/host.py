@@ -57,8 +57,9 @@ class _Moves:
         self._problem, self._microbatches = problem, microbatches
         self._card = next(d for d, device in enumerate(problem.cluster.devices) if not device.is_cpu)
         hosts = [d for d in range(problem.num_devices) if d != self._card]
-        self._host, made = hosts[0], _order(problem, self._card, hosts)
-        self._order, self._group_of, self._host_of, self._size, self._score = made
+        self._host = hosts[0]
+        groups = _order(problem, self._card, hosts)
+        self._order, self._group_of, self._host_of, self._size, self._score = groups
         self.missing = 0.0  # the next line fetches nothing
         self.missing = max(0.0, float(self.excess(0, 0.0)[self._card]))
 
@@ -109,33 +110,36 @@ class _Moves:
         return np.where(computed, self._host_of[self._group_of], self._card), fetched
 
     def _fetched(self, share: float) -> Ints:
-        left, fetched = share * self.missing, list[int]()
+        left = share * self.missing
+        fetched: list[int] = []
         sizes = np.sort(self._size[self._order])
         enough = int(np.searchsorted(sizes.cumsum(), ENOUGH * left))
         most = sizes[min(enough, len(sizes) - 1)]
         small = self._order[(self._size[self._order] <= most) & (self._size[self._order] >= LEAST * most)]
         for score in np.unique(self._score[small])[::-1]:
             alike = np.sort(small[self._score[small] == score])
-            part, taken = min(1.0, left / self._size[alike].sum()), 0.0
+            part = min(1.0, left / self._size[alike].sum())
+            chosen_bytes = 0.0
             for group, until in zip(alike.tolist(), part * self._size[alike].cumsum(), strict=True):
-                if taken + self._size[group] / 2 <= until:
+                if chosen_bytes + self._size[group] / 2 <= until:
                     fetched.append(group)
-                    taken += self._size[group]
-            left = max(0.0, left - taken)
+                    chosen_bytes += self._size[group]
+            left = max(0.0, left - chosen_bytes)
         return np.array(fetched, dtype=np.int64)
 
 
 def _too_large(problem: Problem, labels: Labels, excess: Floats) -> PlanInfeasible:
     device, weights = int(excess.argmax()), problem.weights
     first = {node: launch for launch, node in reversed([*enumerate(problem.node_of[-1].tolist())])}
-    here = {
+    launch_of = {
         int(item): first.get(node)
         for item, node in zip(weights.pin_item, weights.pin_node.tolist(), strict=True)
         if labels[node] == device
     }
-    trace, held = problem.unit.graphs[-1].trace, sorted(here, key=lambda item: -weights.num_bytes[item])
+    trace = problem.unit.graphs[-1].trace
+    held = sorted(launch_of, key=lambda item: -weights.num_bytes[item])
     named = [
-        f"{'' if (launch := here[item]) is None else trace.kernel_of(launch).name + ' of '}"
+        f"{'' if (launch := launch_of[item]) is None else trace.kernel_of(launch).name + ' of '}"
         f"{weights.names[item]} {units.size(weights.num_bytes[item])}"
         for item in held[:NAMED]
     ]
@@ -176,12 +180,13 @@ def _order(problem: Problem, card: int, hosts: list[int]) -> tuple[Ints, Ints, I
 
 def _part_numbers(problem: Problem, group: Ints) -> Ints:
     """Group -> number of its part of a divided weight."""
-    found, seen = np.zeros(problem.num_nodes, dtype=np.int64), Counter[str]()
+    numbers = np.zeros(problem.num_nodes, dtype=np.int64)
+    seen = Counter[str]()
     for name, node in sorted(zip(problem.weights.names, group.tolist(), strict=True), key=lambda x: x[1]):
         whole, bracket, _ = name.partition("[")
-        found[node] = seen[whole] if bracket else 0
+        numbers[node] = seen[whole] if bracket else 0
         seen[whole] += 1
-    return found
+    return numbers
 
 
 def _with_joins(problem: Problem, labels: Labels, card: int) -> Labels:

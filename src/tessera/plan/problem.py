@@ -115,8 +115,8 @@ class Problem:
 
     @cached_property
     def layer_of_node(self) -> tuple[Ints, int] | None:
-        found = layers_of(self.unit)
-        return None if found is None else (self.vote(found[0], found[1]), found[1])
+        layers = layers_of(self.unit)
+        return None if layers is None else (self.vote(*layers), layers[1])
 
     def vote(self, marks: Sequence[Ints], num: int) -> Ints:
         """Node -> mark with most of its work; marks[step][launch]."""
@@ -149,12 +149,12 @@ class Problem:
     def column(self, labels: Labels) -> Column:
         num = self.num_devices
         nodes = np.arange(self.num_nodes)
-        own = self.load_us[nodes, labels]
+        node_us = self.load_us[nodes, labels]
         value, src, dst = self.crossings(labels)
         rows = self.link_row[src * num + dst]
         links = np.bincount(rows, weights=self.wire_us[value, src, dst], minlength=num * num)
-        busy = np.concatenate([np.bincount(labels, weights=own, minlength=num), links])
-        path = float(own.sum() + self.transfer_us[value, src, dst].sum())
+        busy = np.concatenate([np.bincount(labels, weights=node_us, minlength=num), links])
+        path = float(node_us.sum() + self.transfer_us[value, src, dst].sum())
         return Column(labels, busy, path, float(self.values.runs[value].sum()))
 
     def alone(self, device: int) -> Column:
@@ -175,10 +175,10 @@ class Problem:
 
     def labels(self, placement: ir.Placement) -> Labels:
         """The placement must not split nodes."""
-        found = np.zeros(self.num_nodes, dtype=np.int64)
+        labels = np.zeros(self.num_nodes, dtype=np.int64)
         for nodes, devices in zip(self.node_of, placement.devices, strict=True):
-            found[nodes] = devices
-        return found
+            labels[nodes] = devices
+        return labels
 
     def excess_bytes(self, columns: Iterable[Column], microbatches: int | Sequence[int]) -> Floats:
         """Weights count once. `microbatches`: per column, or one number for the largest."""
@@ -196,12 +196,12 @@ class Problem:
         held = np.zeros((len(self.weights.num_bytes), num), dtype=np.bool_)
         each: list[Floats] = []
         for column in columns:
-            known = self._held.get(column.key)
-            if known is None:
+            footprint = self._held.get(column.key)
+            if footprint is None:
                 present = self.weights.present(column.labels, num)
-                known = self._held[column.key] = present, self.microbatch_bytes(column.labels)
-            held |= known[0]
-            each.append(known[1])
+                footprint = self._held[column.key] = present, self.microbatch_bytes(column.labels)
+            held |= footprint[0]
+            each.append(footprint[1])
         return np.asarray(self.weights.num_bytes @ held, dtype=np.float64), np.array(each).reshape(-1, num)
 
     @cached_property

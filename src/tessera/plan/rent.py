@@ -40,8 +40,8 @@ def baskets(offers: Sequence[Offer], max_devices: int, provider: str = "") -> li
     names = dict.fromkeys(p for offer in offers for p, _ in offer.prices if provider in ("", p))
     for name in names:
         for basket in _of(offers, max_devices, name):
-            known = best.get(basket.gpus)
-            if known is None or basket.usd_per_hour < known.usd_per_hour:
+            cheapest = best.get(basket.gpus)
+            if cheapest is None or basket.usd_per_hour < cheapest.usd_per_hour:
                 best[basket.gpus] = basket
     return sorted(best.values(), key=lambda b: (round(b.usd_per_hour, 6), len(b.gpus), b.gpus))
 

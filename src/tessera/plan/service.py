@@ -61,7 +61,8 @@ def plan_service(
 
     best: dict[str, Rehearsed] = {}
     for fluid in fluids:
-        most, names = 0.0, list(policies)
+        most = 0.0
+        names = list(policies)
         if fluid is not fluids[0]:
             figures = {policy: drafted(fluid, policy, objective) for policy in policies}
             names = [policy for policy in policies if figures[policy] >= BEHIND * max(figures.values())]
@@ -76,13 +77,14 @@ def plan_service(
     # A baseline whatever the limits are, and one more placement by kernels.
     if is_strict and fluids[0].is_short:
         free = replace(fluids[0], load=replace(fluids[0].load, tpot_ms=None, ttft_ms=None))
+        kernel_level = DIVIDED[-1]
         fetching = sorted(_tried(free, FETCH, make, rehearse, 0.0), key=figure)[-1:]
-        for found in fetching if DIVIDED[-1] in policies else ():
-            is_within = found.expected.is_within(fluids[0].load)
-            own = Rehearsed(replace(found.plan, policy=DIVIDED[-1]), found.expected, is_within)
-            listed = [own, *([best[DIVIDED[-1]]] if DIVIDED[-1] in best else [])]
-            best[DIVIDED[-1]] = max(listed, key=lambda r: (r.is_within, figure(r)))
-    within = {policy: found for policy, found in best.items() if found.is_within}
+        for fetched in fetching if kernel_level in policies else ():
+            is_within = fetched.expected.is_within(fluids[0].load)
+            by_kernels = Rehearsed(replace(fetched.plan, policy=kernel_level), fetched.expected, is_within)
+            listed = [by_kernels, *([best[kernel_level]] if kernel_level in best else [])]
+            best[kernel_level] = max(listed, key=lambda r: (r.is_within, figure(r)))
+    within = {policy: rehearsed for policy, rehearsed in best.items() if rehearsed.is_within}
     if not within and (is_strict or not best):
         raise _refusal(fluids[0], list(best.values()), policies)
     within = within or best
@@ -93,18 +95,17 @@ def plan_service(
     else:
         chosen = next(within[name] for name, figure in figures.items() if figure >= (1.0 - TIE) * most)
     chosen = _quicker(chosen, [within[name] for name in figures if figures[name] * (1.0 + ERROR) >= most])
-    rivals = tuple(found.rival for found in within.values())
-    rivals += tuple(found.rival for found in fetching)
+    rivals = tuple(rehearsed.rival for rehearsed in (*within.values(), *fetching))
     bound = fluids[0].bound_per_s if is_strict else None
     return replace(chosen.plan, expected=chosen.expected, rivals=rivals, bound_per_s=bound)
 
 
 def _quicker(chosen: Rehearsed, near: Sequence[Rehearsed]) -> Rehearsed:
     """Much less time per token among equal rates, with no later first token."""
-    known = chosen.expected
-    soon = [r for r in near if r.expected.ttft_ms <= known.ttft_ms]
+    expected = chosen.expected
+    soon = [r for r in near if r.expected.ttft_ms <= expected.ttft_ms]
     quickest = min(soon, key=lambda r: r.expected.tpot_ms, default=chosen)
-    return quickest if QUICKER * quickest.expected.tpot_ms <= known.tpot_ms else chosen
+    return quickest if QUICKER * quickest.expected.tpot_ms <= expected.tpot_ms else chosen
 
 
 def compared(plan: ServicePlan, objective: Objective = Objective.THROUGHPUT) -> Comparison:
@@ -164,15 +165,15 @@ def _tried(
     fluid: FluidModel, policy: str, make: MakePlan, rehearse: Rehearse, most: float
 ) -> list[Rehearsed]:
     tried: list[Rehearsed] = []
-    made = _Made(fluid, policy, make)
+    drafted_plans = DraftedPlans(fluid, policy, make)
     slack, best = 1.0, 0.0
     # A quick plan tries more while nothing keeps to the limits.
     missing = FLUID if fluid.is_strict else fluid.config
     while len(tried) < (fluid.config if best or most else missing).num_rehearsed:
-        found = made.best(slack, max(BEHIND * most, (1.0 + TIE) * best) if best else 0.0)
-        if found is None:
+        next_draft = drafted_plans.best(slack, max(BEHIND * most, (1.0 + TIE) * best) if best else 0.0)
+        if next_draft is None:
             break
-        draft, plan = found
+        draft, plan = next_draft
         expected = _rehearsed(plan, fluid.load, rehearse)
         tried.append(Rehearsed(plan, expected, expected.is_within(fluid.load)))
         best = max((r.expected.tokens_per_s for r in tried if r.is_within), default=0.0)
@@ -181,13 +182,14 @@ def _tried(
 
 
 @dataclass(frozen=True, eq=False)
-class _Made:
+class DraftedPlans:
     fluid: FluidModel
     policy: str
     make: MakePlan
     # None: a device holds more than its part.
     plans: dict[ServiceDraft, ServicePlan | None] = field(default_factory=dict)
-    given: set[ServiceDraft] = field(default_factory=set)
+    # Drafts that `best` returned.
+    tried: set[ServiceDraft] = field(default_factory=set)
 
     def best(self, slack: float, least: float) -> tuple[ServiceDraft, ServicePlan] | None:
         """The best new draft with its plan, if it promises at least this rate.
@@ -195,26 +197,26 @@ class _Made:
         Waits of lanes over several devices are hardly known before a simulation, so these plans are made
         first.
         """
-        found: list[tuple[bool, float, ServiceDraft, ServicePlan]] = []
+        candidates: list[tuple[bool, float, ServiceDraft, ServicePlan]] = []
         limit_ms, waits = slack * (self.fluid.load.tpot_ms or math.inf), self.fluid.config.waits
         for depth in self.fluid.depths(self.policy):
-            known = max((rate for is_within, rate, *_ in found if is_within), default=least)
-            made = self._fitting(slack, depth, max(least, (1.0 - waits) * known))
-            if made is not None:
-                ratio = _simulated(*made)
-                rate, is_within = made[0].tokens_per_s / ratio, ratio * made[0].tpot_ms <= limit_ms
-                found += [(is_within, rate, *made)] if rate >= least else []
-        if not found:
+            best_rate = max((rate for is_within, rate, *_ in candidates if is_within), default=least)
+            fitting = self._fitting(slack, depth, max(least, (1.0 - waits) * best_rate))
+            if fitting is not None:
+                ratio = _simulated(*fitting)
+                rate, is_within = fitting[0].tokens_per_s / ratio, ratio * fitting[0].tpot_ms <= limit_ms
+                candidates += [(is_within, rate, *fitting)] if rate >= least else []
+        if not candidates:
             return None
-        *_, draft, plan = max(found, key=lambda row: row[:2])
-        self.given.add(draft)
+        *_, draft, plan = max(candidates, key=lambda row: row[:2])
+        self.tried.add(draft)
         return draft, plan
 
     def _fitting(
         self, slack: float, depth: tuple[int, int], least: float
     ) -> tuple[ServiceDraft, ServicePlan] | None:
         """Lanes over several devices have no second draft."""
-        pool_tokens, skipped = math.inf, set(() if self.policy in DIVIDED else self.given)
+        pool_tokens, skipped = math.inf, set(() if self.policy in DIVIDED else self.tried)
         while sum(plan is None for plan in self.plans.values()) <= MAX_MISFITS:
             drafts = self.fluid.drafts(self.policy, slack, pool_tokens, depth)
             draft = next((draft for draft in drafts if draft not in skipped), None)
@@ -227,7 +229,7 @@ class _Made:
                     self.plans[draft] = None
             plan = self.plans[draft]
             if plan is not None:
-                return None if draft in self.given else (draft, plan)
+                return None if draft in self.tried else (draft, plan)
             skipped.add(draft)
             pool_tokens = SMALLER * draft.pool_tokens
         return None
@@ -275,7 +277,7 @@ def _slack(load: Load, draft: ServiceDraft, expected: Expected, slack: float) ->
 
 def _refusal(fluid: FluidModel, missed: Sequence[Rehearsed], policies: Sequence[str]) -> PlanInfeasible:
     if missed:
-        fastest = min((found.expected for found in missed), key=lambda e: (e.tpot_ms, e.ttft_ms))
+        fastest = min((rehearsed.expected for rehearsed in missed), key=lambda e: (e.tpot_ms, e.ttft_ms))
         tpot_ms, ttft_ms = fastest.tpot_ms, fastest.ttft_ms
     else:
         drafts = [draft for policy in policies if (draft := fluid.fastest(policy)) is not None]

@@ -129,19 +129,19 @@ def place(
     fewest = 1 if memory_share is None else microbatches
     task = Task(problem, microbatches, is_served=True, policy=planner, config=config, fewest=fewest)
 
-    def found_by(names: Sequence[str]) -> list[ir.Placement]:
+    def placements_by(names: Sequence[str]) -> list[ir.Placement]:
         listed = [[m for m in planner_named(x)(task) or () if len(m.columns) == 1] for x in names]
         best = [max(mixes, key=task.upper_bound_per_s) for mixes in listed if mixes]
         return [task.draft(mix).lanes[0].placement for mix in best]
 
     is_judged = planner == SINGLE_PLACEMENT and rate is not None
-    found = (is_judged and found_by(FEW_CROSSINGS)) or found_by([planner])
-    if not found:
+    placements = (is_judged and placements_by(FEW_CROSSINGS)) or placements_by([planner])
+    if not placements:
         raise PlanInfeasible(f"the policy '{policy}' does not apply to this work or does not fit")
     if planner != SINGLE_PLACEMENT or rate is None:
-        return found[0]
+        return placements[0]
 
-    alone = steps_alone(lane_plan(unit, costs, cluster, found[0], microbatches, ""))
+    alone = steps_alone(lane_plan(unit, costs, cluster, placements[0], microbatches, ""))
 
     def step_rate(step: int, devices: tuple[int, ...]) -> float:
         plan = alone[step]
@@ -150,7 +150,7 @@ def place(
     def fits(placement: ir.Placement) -> bool:
         return task.pool.fits((problem.column(problem.labels(placement)),), fewest)
 
-    return Spread(unit, costs, step_rate, fits).best_of(found)
+    return Spread(unit, costs, step_rate, fits).best_of(placements)
 
 
 def steps_alone(plan: ir.Plan) -> list[ir.Plan]:
@@ -307,7 +307,7 @@ def side_by_side(problem: Problem, parts: Sequence[tuple[ir.Plan, Cells]]) -> ir
         for name in ("simulated_per_s", "throughput_per_s")
     )
     joules = [(plan.joules_per_unit, plan.simulated_per_s * num) for plan, num in rows]
-    known = [each * rate for each, rate in joules if each is not None]
+    watts = [each * rate for each, rate in joules if each is not None]
     plan = ir.Plan(
         unit=problem.unit,
         cluster=problem.cluster,
@@ -322,7 +322,7 @@ def side_by_side(problem: Problem, parts: Sequence[tuple[ir.Plan, Cells]]) -> ir
         latency_us=max(plan.latency_us for plan, _ in rows),
         lane_table=tuple(table),
         max_microbatches=len(table),
-        joules_per_unit=sum(known) / simulated if len(known) == len(rows) else None,
+        joules_per_unit=sum(watts) / simulated if len(watts) == len(rows) else None,
     )
     ir.verify(plan)
     return plan

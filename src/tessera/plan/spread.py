@@ -31,13 +31,13 @@ class Spread:
         def seconds(steps: list[tuple[float, Place]]) -> float:
             return sum(num / rate for num, (rate, _) in zip(self.unit.counts, steps, strict=True))
 
-        found = []
+        options = []
         for start in placements:
             best = [self._best(step, start) for step in range(len(start.devices))]
             if not self.fits(Placement(tuple(place for _, place in best))):  # weights held twice
                 best = [(self.rate(step, place), place) for step, place in enumerate(start.devices)]
-            found.append(best)
-        return Placement(tuple(place for _, place in min(found, key=seconds)))
+            options.append(best)
+        return Placement(tuple(place for _, place in min(options, key=seconds)))
 
     def _best(self, step: int, start: Placement) -> tuple[float, Place]:
         busy_us, place = self.costs[step].busy_us, start.devices[step]

@@ -61,7 +61,7 @@ def climbed() -> tuple[Task, list[Mix]]:
     for depth in FULL.depths:
         search.look(throughput.generate(task.pool, 2 * depth).mix)
     search.climb()
-    return task, [mix for _, mix in search.found]
+    return task, [mix for _, mix in search.rated]
 
 
 def test_no_more_is_simulated_than_the_budget_allows() -> None:

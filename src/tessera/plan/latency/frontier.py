@@ -57,12 +57,12 @@ def search(course: Course, width: int, known_us: float) -> tuple[Ints, float] | 
         trail.append((parent[keep], device[keep]))
     last = _last(course, rows)
     at = int(last.argmin())
-    found_us = float(last[at])
+    end_us = float(last[at])
     devices: list[int] = []
     for parent, device in reversed(trail):
         devices.append(int(device[at]))
         at = int(parent[at])
-    return np.array(devices[::-1], dtype=np.int64), found_us
+    return np.array(devices[::-1], dtype=np.int64), end_us
 
 
 def bound_us(course: Course, width: int, known_us: float) -> float:
@@ -101,12 +101,12 @@ def _advance(course: Course, launch: int, rows: Floats) -> tuple[Floats, Ints, I
     for column, before in move.folds:
         np.maximum(after[column], rows[before].take(parent, axis=1), out=after[column])
     for column, is_new, wait in move.makes:
-        there = wait.take(device, axis=1)
-        there += stop
+        arrival = wait.take(device, axis=1)
+        arrival += stop
         if is_new:
-            after[column] = there
+            after[column] = arrival
         else:
-            np.maximum(after[column], there, out=after[column])
+            np.maximum(after[column], arrival, out=after[column])
     if len(move.raises):
         floor = course.layout.least_wait_us.take(device, axis=1)
         floor += stop
@@ -153,16 +153,16 @@ def _pairs(flat: Floats, ends: Floats, num: int) -> tuple[list[int], list[int]]:
     left_ends = ends[left] - np.maximum(apart.max(axis=0), 0.0)
     right_ends = ends[right] + np.minimum(apart.min(axis=0), 0.0)
     rank = np.argsort(-np.maximum(left_ends, right_ends), kind="stable")
-    taken: set[int] = set()
-    found: tuple[list[int], list[int]] = ([], [])
+    used: set[int] = set()
+    pairs: tuple[list[int], list[int]] = ([], [])
     for one, other in zip(left[rank].tolist(), right[rank].tolist(), strict=True):
-        if one not in taken and other not in taken:
-            taken |= {one, other}
-            found[0].append(one)
-            found[1].append(other)
-            if len(found[0]) == num:
+        if one not in used and other not in used:
+            used |= {one, other}
+            pairs[0].append(one)
+            pairs[1].append(other)
+            if len(pairs[0]) == num:
                 break
-    return found
+    return pairs
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -94,19 +94,19 @@ def _items(problem: Problem, step: int) -> list[list[Item]]:
     for first, *others in members.values():
         if others:
             items[first].append(Item(tuple(others), np.where(apart, np.inf, 0.0)))
-    for made in items[:-1]:
-        if not made:
-            made.append(Item((len(nodes),), np.zeros((num, num))))
+    for values in items[:-1]:
+        if not values:
+            values.append(Item((len(nodes),), np.zeros((num, num))))
     return items
 
 
 def _ancestors(items: Sequence[Sequence[Item]]) -> list[int]:
     above = [0] * len(items)
-    for launch, made in enumerate(items):
-        own = above[launch] | 1 << launch
-        for item in made:
+    for launch, values in enumerate(items):
+        inherited = above[launch] | 1 << launch
+        for item in values:
             for reader in item.readers:
-                above[reader] |= own
+                above[reader] |= inherited
     return above
 
 
@@ -118,22 +118,22 @@ def _moves(items: Sequence[Sequence[Item]]) -> Iterator[Move]:
         rest[launch] = rest[launch + 1] & above[launch]
     columns: list[tuple[int, ...]] = [()]
 
-    for launch, made in enumerate(items):
+    for launch, values in enumerate(items):
         left: dict[tuple[int, ...], list[int]] = {}
         for index, readers in enumerate(columns[1:], start=1):
             after = readers[1:] if readers[0] == launch else readers
             if after:
                 left.setdefault(after, []).append(index)
-        keys = [*left, *dict.fromkeys(x.readers for x in made if x.readers not in left)]
+        keys = [*left, *dict.fromkeys(x.readers for x in values if x.readers not in left)]
         at = {readers: index for index, readers in enumerate(keys, start=1)}
-        first = {x.readers: x for x in reversed(made) if x.readers not in left}
+        first = {x.readers: x for x in reversed(values) if x.readers not in left}
         raised = _raised(launch, keys, above, rest[launch + 1]) if launch < num - 1 else ()
         pairs = [(i, r) for i, k in enumerate(keys, start=1) for r in k[:MAX_READERS]]
         yield Move(
             reads=_indices([0, *(i for i, readers in enumerate(columns) if i and readers[0] == launch)]),
             kept=_indices([0, *(left[k][0] if k in left else 0 for k in keys)]),
             folds=tuple((at[k], other) for k, others in left.items() for other in others[1:]),
-            makes=tuple((at[x.readers], first.get(x.readers) is x, x.wait_us.T) for x in made),
+            makes=tuple((at[x.readers], first.get(x.readers) is x, x.wait_us.T) for x in values),
             raises=_indices(raised),
             column=_indices(i for i, _ in pairs),
             reader=_indices(r for _, r in pairs),

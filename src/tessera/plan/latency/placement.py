@@ -53,24 +53,24 @@ class RequestTimer:
     def step_us(self, step: int, labels: Labels) -> float:
         prob = self.problem
         placed = labels[prob.node_of[step]]
-        own = prob.cost_us[step][np.arange(len(placed)), placed]
+        launch_us = prob.cost_us[step][np.arange(len(placed)), placed]
         if len(placed) and (placed == placed[0]).all():
-            return float(own.sum())
-        device, cost = placed.tolist(), own.tolist()
+            return float(launch_us.sum())
+        device_of, cost = placed.tolist(), launch_us.tolist()
         per_byte, latency = prob.us_per_byte.tolist(), prob.latency_us.tolist()
         free = [0.0] * prob.num_devices
         end: list[float] = []
         for launch, inputs in enumerate(self.reads[step]):
-            here = device[launch]
-            start = free[here]
+            device = device_of[launch]
+            start = free[device]
             for producer, size in inputs:
-                there = device[producer]
+                source = device_of[producer]
                 ready = end[producer]
-                if there != here:
-                    ready += latency[there][here] + size * per_byte[there][here]
+                if source != device:
+                    ready += latency[source][device] + size * per_byte[source][device]
                 start = max(start, ready)
-            free[here] = start + cost[launch]
-            end.append(free[here])
+            free[device] = start + cost[launch]
+            end.append(free[device])
         return max(end, default=0.0)
 
     def _migration_us(self, labels: Labels) -> float:
@@ -95,15 +95,15 @@ def _reads(graph: ir.Graph) -> Reads:
 def solve(problem: Problem, extra: Sequence[Column], allowed: Allowed, config: SearchConfig) -> Fastest:
     """`extra` are further starts."""
     clock = RequestTimer(problem)
-    known = [problem.alone(device).labels for device in range(problem.num_devices)]
-    known = [x for x in (*known, *(c.labels for c in extra)) if problem.is_allowed(x)]
+    starts = [problem.alone(device).labels for device in range(problem.num_devices)]
+    starts = [x for x in (*starts, *(c.labels for c in extra)) if problem.is_allowed(x)]
     layouts = [layout_of(problem, step) for step in range(len(problem.node_of))]
     steps = [
-        best_of_step(layout, min((clock.step_us(layout.step, x) for x in known), default=NEVER_US), config)
+        best_of_step(layout, min((clock.step_us(layout.step, x) for x in starts), default=NEVER_US), config)
         for layout in layouts
     ]
     bound = sum(count * x.bound_us for count, x in zip(problem.unit.counts, steps, strict=True))
-    best, best_us = _fastest(clock, known, allowed)
+    best, best_us = _fastest(clock, starts, allowed)
     for price, sign in JOINED if len(steps) > 1 else JOINED[:1]:
         if best_us <= bound * (1 + config.met):
             break

@@ -23,7 +23,7 @@ from tessera.plan.arrays import Floats, Labels, Values
 class _Part:
     # (factor, broadcast shape)
     factors: tuple[tuple[int, tuple[int, ...]], ...]
-    own_shape: tuple[int, ...]
+    node_shape: tuple[int, ...]
     # The node's.
     axis: int
 
@@ -35,7 +35,7 @@ class Elimination:
         # (value, factor, order of axes, share)
         self._terms: list[tuple[int, int, tuple[int, ...], float]] = []
         stops = np.searchsorted(values.pin_value, np.arange(len(values) + 1))
-        known: dict[tuple[int, ...], int] = {}
+        factor_of: dict[tuple[int, ...], int] = {}
         for value, (start, stop) in enumerate(pairwise(stops.tolist())):
             readers = values.pin_node[start:stop].tolist()
             parts = [readers] if len(readers) < self._widest else [[reader] for reader in readers]
@@ -43,31 +43,32 @@ class Elimination:
                 nodes = (int(values.producer[value]), *part)
                 scope = tuple(sorted(nodes))
                 axes = tuple(map(nodes.index, scope))
-                self._terms.append((value, known.setdefault(scope, len(known)), axes, 1.0 / len(parts)))
+                factor = factor_of.setdefault(scope, len(factor_of))
+                self._terms.append((value, factor, axes, 1.0 / len(parts)))
         # Factors of values, then those left by parts; nodes ascend.
-        self._scopes, self._num_given = list(known), len(known)
+        self._scopes, self._num_initial = list(factor_of), len(factor_of)
         self._buckets = list(self._eliminated(num_nodes))
 
-    def solve(self, own: Floats, move: Floats) -> tuple[Labels, float]:
+    def solve(self, node_cost: Floats, move: Floats) -> tuple[Labels, float]:
         """(placement, proved lower bound of the cost); move[value, source, destination]."""
         tables = self._tables(move)
         for node, parts in self._buckets:
             for number, part in enumerate(parts):
-                given = [tables[factor].reshape(shape) for factor, shape in part.factors]
+                summands = [tables[factor].reshape(shape) for factor, shape in part.factors]
                 if number == 0:
-                    given.append(own[node].reshape(part.own_shape))
-                tables.append(np.asarray(sum(given[1:], start=given[0]).min(axis=part.axis)))
+                    summands.append(node_cost[node].reshape(part.node_shape))
+                tables.append(np.asarray(sum(summands[1:], start=summands[0]).min(axis=part.axis)))
         # All other nodes of a node's factors are chosen before it.
-        chosen: list[Any] = [slice(None)] * len(own)
+        chosen: list[Any] = [slice(None)] * len(node_cost)
         for node, parts in reversed(self._buckets):
             factors = (factor for part in parts for factor, _ in part.factors)
             costs = [tables[f][tuple(chosen[n] for n in self._scopes[f])] for f in factors]
-            chosen[node] = int(sum(costs, start=own[node]).argmin())
+            chosen[node] = int(sum(costs, start=node_cost[node]).argmin())
         return np.array(chosen, dtype=np.int64), sum(float(table) for table in tables if not table.ndim)
 
     def _tables(self, move: Floats) -> list[Floats]:
         num = self._num_devices
-        tables = [np.zeros((num,) * len(scope)) for scope in self._scopes[: self._num_given]]
+        tables = [np.zeros((num,) * len(scope)) for scope in self._scopes[: self._num_initial]]
         for value, factor, axes, share in self._terms:
             paid = share * move[value] @ _used(num, len(axes) - 1)
             tables[factor] += paid.reshape((num,) * len(axes)).transpose(axes)
@@ -75,7 +76,7 @@ class Elimination:
 
     def _eliminated(self, num_nodes: int) -> Iterable[tuple[int, list[_Part]]]:
         held: list[set[int]] = [set() for _ in range(num_nodes)]
-        for factor in range(self._num_given):
+        for factor in range(self._num_initial):
             for node in self._scopes[factor]:
                 held[node].add(factor)
         heap = [(len(self._nodes(factors)), node) for node, factors in enumerate(held)]
@@ -116,8 +117,8 @@ class Elimination:
         line, num = sorted(self._nodes(factors) | {node}), self._num_devices
         shapes = [tuple(num if n in self._scopes[f] else 1 for n in line) for f in factors]
         self._scopes.append(tuple(n for n in line if n != node))
-        own_shape = tuple(num if n == node else 1 for n in line)
-        return _Part(tuple(zip(factors, shapes, strict=True)), own_shape, line.index(node))
+        node_shape = tuple(num if n == node else 1 for n in line)
+        return _Part(tuple(zip(factors, shapes, strict=True)), node_shape, line.index(node))
 
 
 @cache

@@ -49,11 +49,11 @@ def best_placement(problem: Problem, microbatches: int = 1) -> tuple[Column, flo
         [None, None, full, None],
     ]
     upper = np.concatenate([np.ones(both.shape[0]), np.zeros(num_busy + reads.shape[0]), room])
-    found = _solved(rows, upper, problem.allowed, nodes, num)
-    if found is None or found.x is None:
+    solution = _solved(rows, upper, problem.allowed, nodes, num)
+    if solution is None or solution.x is None:
         return None
-    labels = found.x[: nodes * num].reshape(nodes, num).argmax(axis=1).astype(np.int64)
-    return problem.column(labels), float(found.mip_dual_bound or 0.0) * scale
+    labels = solution.x[: nodes * num].reshape(nodes, num).argmax(axis=1).astype(np.int64)
+    return problem.column(labels), float(solution.mip_dual_bound or 0.0) * scale
 
 
 def roomiest(problem: Problem) -> tuple[Column, float]:
@@ -70,10 +70,10 @@ def roomiest(problem: Problem) -> tuple[Column, float]:
     rows = [[reads, -holds, None], [None, full, -np.ones((num, 1))]]
     upper = np.append(np.zeros(reads.shape[0]), room)
     allowed = None if problem.allowed is None else problem.allowed[nodes]
-    found = _solved(rows, upper, allowed, len(nodes), num)
-    if found is not None and found.x is not None:
-        labels[nodes] = found.x[: len(nodes) * num].reshape(-1, num).argmax(axis=1)
-    least = -np.inf if found is None or found.mip_dual_bound is None else float(found.mip_dual_bound)
+    solution = _solved(rows, upper, allowed, len(nodes), num)
+    if solution is not None and solution.x is not None:
+        labels[nodes] = solution.x[: len(nodes) * num].reshape(-1, num).argmax(axis=1)
+    least = -np.inf if solution is None or solution.mip_dual_bound is None else float(solution.mip_dual_bound)
     return problem.column(labels), least * float(problem.memory_bytes.max())
 
 
@@ -120,10 +120,10 @@ def _memory(problem: Problem, held: Holdings, node_of: coo_array) -> tuple[Any, 
     return kron(node_of, by_device), kron(item_of, by_device), full, problem.memory_bytes / unit
 
 
-def shortage(problem: Problem, found: Column, least_bytes: float) -> PlanInfeasible:
-    """`found` lacks least; `least_bytes` is proved."""
-    weights, (per_microbatch,) = problem.footprints((found,))
-    excess = problem.excess_bytes((found,), 1)
+def shortage(problem: Problem, column: Column, least_bytes: float) -> PlanInfeasible:
+    """`column` lacks least; `least_bytes` is the proved minimum."""
+    weights, (per_microbatch,) = problem.footprints((column,))
+    excess = problem.excess_bytes((column,), 1)
     worst = int(excess.argmax())
     lacking = max(float(excess[worst]), least_bytes)
     how = "no placement fits" if least_bytes > 0 else "no placement was found that fits"

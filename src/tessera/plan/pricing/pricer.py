@@ -12,9 +12,9 @@ ignores memory.
 
 Terms of a cut, where every item takes side 0 (source) or 1:
 
-    own[i, s]    item i takes side s
-    forward[v]   value v's producer takes side 0 and some reader side 1
-    backward[v]  value v's producer takes side 1 and some reader side 0
+    item_cost[i, s]  item i takes side s
+    forward[v]       value v's producer takes side 0 and some reader side 1
+    backward[v]      value v's producer takes side 1 and some reader side 0
 
 An outside producer (-1) pays forward[v] if some reader takes side 1 and backward[v] if some takes side 0. One
 auxiliary node per (value, direction) charges a value once. Scaled capacities are rounded down to integers:
@@ -50,13 +50,13 @@ class Network:
     term_forward: npt.NDArray[np.bool_]
     num_network_nodes: int
 
-    def solve(self, own: Floats, forward: Floats, backward: Floats) -> tuple[Ints, float]:
+    def solve(self, item_cost: Floats, forward: Floats, backward: Floats) -> tuple[Ints, float]:
         """(side of every item, proved lower bound of the cost)."""
         from scipy.sparse import csr_array  # slow to import
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-        base = own.min(axis=1) if self.num_items else np.zeros(0)
-        to_sink, from_source = own[:, 0] - base, own[:, 1] - base
+        base = item_cost.min(axis=1) if self.num_items else np.zeros(0)
+        to_sink, from_source = item_cost[:, 0] - base, item_cost[:, 1] - base
         terms = np.where(self.term_forward, forward[self.term_value], backward[self.term_value])
         caps = np.bincount(
             self.edge_of, weights=np.concatenate([from_source, to_sink, terms]), minlength=len(self.indices)
@@ -71,14 +71,14 @@ class Network:
             scaled = np.minimum(np.floor(caps * scale), CLIP).astype(np.int32)
         shape = (self.num_network_nodes, self.num_network_nodes)
         graph = csr_array((scaled, self.indices.astype(np.int32), self.indptr.astype(np.int32)), shape=shape)
-        found = maximum_flow(graph, source, sink)
-        residual = csr_array(graph - found.flow)
+        flow = maximum_flow(graph, source, sink)
+        residual = csr_array(graph - flow.flow)
         residual.data = (residual.data > 0).astype(np.int32)
         residual.eliminate_zeros()
         reached = breadth_first_order(residual, source, return_predecessors=False)
         side = np.ones(self.num_network_nodes, dtype=np.int64)
         side[reached] = 0
-        return side[: self.num_items], float(base.sum() + found.flow_value / scale)
+        return side[: self.num_items], float(base.sum() + flow.flow_value / scale)
 
 
 def network(num_items: int, producer: Ints, pin_value: Ints, pin_item: Ints) -> Network:
@@ -128,14 +128,15 @@ class Prices:
 @dataclass(frozen=True, eq=False)
 class PricedChoices:
     # [node, device]
-    own: Floats
+    node_cost: Floats
     # [value, source, destination]
     move: Floats
     memory: Floats | None = None
     resident: Holdings | None = None
 
     def cost(self, problem: Problem, labels: Labels) -> float:
-        total = self.own[np.arange(len(labels)), labels].sum() + self.move[problem.crossings(labels)].sum()
+        total = self.node_cost[np.arange(len(labels)), labels].sum()
+        total += self.move[problem.crossings(labels)].sum()
         if self.memory is not None and self.resident is not None:
             total += self.memory @ self.resident.bytes_on(labels, problem.num_devices)
         return float(total)
@@ -150,23 +151,23 @@ class Pricer:
     def cheapest(self, prices: Prices, starts: Sequence[Labels] = ()) -> tuple[Labels, float]:
         """With its lower bound; `starts` help with more than two devices."""
         prob = self.problem
-        own = (prices.device + prices.path) * prob.load_us
+        node_cost = (prices.device + prices.path) * prob.load_us
         if prob.num_devices == 1:
-            return np.zeros(prob.num_nodes, dtype=np.int64), float(own.sum())
+            return np.zeros(prob.num_nodes, dtype=np.int64), float(node_cost.sum())
         move = prices.link * prob.wire_us + prices.path * prob.transfer_us
         resident = None if prices.memory is None else prob.resident(prices.microbatches, prices.tilt)
-        choices = PricedChoices(own, move, prices.memory, resident)
+        choices = PricedChoices(node_cost, move, prices.memory, resident)
         if prob.allowed is not None:
-            choices = replace(choices, own=own + _refusals(prob, choices))
-            own = choices.own
+            choices = replace(choices, node_cost=node_cost + _refusals(prob, choices))
+            node_cost = choices.node_cost
         if prob.num_devices == 2:
             return self.swapped(np.zeros(prob.num_nodes, dtype=np.int64), choices, (0, 1))
         if prices.memory is not None:
-            return self._by_swaps(choices, starts), float(own.min(axis=1).sum())
-        found, bound = self._elimination.solve(own, move)
-        if choices.cost(prob, found) <= bound * (1 + self.config.exact):
-            return found, bound
-        return self._by_swaps(choices, (found, *starts)), bound
+            return self._by_swaps(choices, starts), float(node_cost.min(axis=1).sum())
+        labels, bound = self._elimination.solve(node_cost, move)
+        if choices.cost(prob, labels) <= bound * (1 + self.config.exact):
+            return labels, bound
+        return self._by_swaps(choices, (labels, *starts)), bound
 
     @cached_property
     def _elimination(self) -> Elimination:
@@ -175,7 +176,7 @@ class Pricer:
 
     def _by_swaps(self, choices: PricedChoices, starts: Sequence[Labels]) -> Labels:
         prob = self.problem
-        begun: list[Labels] = [*starts, choices.own.argmin(axis=1)]
+        begun: list[Labels] = [*starts, choices.node_cost.argmin(axis=1)]
         best = min(begun, key=lambda labels: choices.cost(prob, labels))
         cost = choices.cost(prob, best)
         pairs = [(a, b) for b in range(prob.num_devices) for a in range(b)]
@@ -197,7 +198,7 @@ class Pricer:
         item = np.full(problem.num_nodes, -1, dtype=np.int64)
         item[free] = np.arange(len(free))
         move = choices.move
-        costs = choices.own[free][:, [a, b]].copy()
+        costs = choices.node_cost[free][:, [a, b]].copy()
         vals = problem.values
         home = labels[vals.producer]
         # Readers elsewhere: the producer pays for each such device.
@@ -233,9 +234,9 @@ class Pricer:
 def _refusals(problem: Problem, choices: PricedChoices) -> Floats:
     """Above any other cost but no larger than needed: cuts use integers."""
     assert problem.allowed is not None
-    vals, own = problem.values, choices.own
+    vals, node_cost = problem.values, choices.node_cost
     dearest = choices.move.max(axis=(1, 2)) * (problem.num_devices - 1)
-    charge = 1e-9 + 2 * (own.max(axis=1) - own.min(axis=1))
+    charge = 1e-9 + 2 * (node_cost.max(axis=1) - node_cost.min(axis=1))
     np.add.at(charge, vals.producer, 2 * dearest)
     np.add.at(charge, vals.pin_node, 2 * dearest[vals.pin_value])
     if choices.memory is not None and (held := choices.resident) is not None:

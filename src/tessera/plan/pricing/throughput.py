@@ -162,9 +162,9 @@ def seed(pool: Pool) -> None:
             _ = best is not None and pool.add(best[0])
     if not pool.columns:
         milp.check_total(prob)
-        found, least_bytes = milp.roomiest(prob)
-        if not pool.add(found):
-            raise milp.shortage(prob, found, least_bytes)
+        roomiest, least_bytes = milp.roomiest(prob)
+        if not pool.add(roomiest):
+            raise milp.shortage(prob, roomiest, least_bytes)
 
 
 def _costs(columns: list[Column], prices: Prices) -> Floats:
@@ -193,16 +193,16 @@ def generate(pool: Pool, depth: float | None = None) -> Solved:
 def _spread_out(
     pool: Pool, columns: list[Column], rates: Floats, kinds: Kinds
 ) -> tuple[list[Column], Floats]:
-    found: list[Column] = []
+    copies: list[Column] = []
     shared: list[float] = []
     for column, rate in zip(columns, rates.tolist(), strict=True):
         if rate > pool.config.min_share * rates.sum():
             spread = kinds.spread(column.labels, pool.config.max_pairings)
             ways = [pool.problem.column(x) for x in spread]
             pool.add(*ways)
-            found += ways
+            copies += ways
             shared += [rate / len(ways)] * len(ways)
-    return found, np.array(shared)
+    return copies, np.array(shared)
 
 
 def _generate(pool: Pool, depth: float | None, capacity: Floats) -> tuple[Floats, float]:
@@ -217,9 +217,9 @@ def _generate(pool: Pool, depth: float | None, capacity: Floats) -> tuple[Floats
     if pool.is_tight and depth is not None:
         return _within_memory(pool, depth, capacity), bound
     for _ in range(config.max_rounds):
-        found = master(pool, pool.columns, depth, capacity)
-        rates, total = found.rates, float(found.rates.sum())
-        prices = np.append(found.duals, found.path)
+        optimum = master(pool, pool.columns, depth, capacity)
+        rates, total = optimum.rates, float(optimum.rates.sum())
+        prices = np.append(optimum.duals, optimum.path)
         column, cheapest = pool.price(_prices(pool, prices))
         if cheapest > 0:
             bound = min(bound, float(prices @ income_of) / cheapest)
@@ -235,9 +235,9 @@ def _generate(pool: Pool, depth: float | None, capacity: Floats) -> tuple[Floats
 def _within_memory(pool: Pool, depth: float | None, capacity: Floats) -> Floats:
     microbatches = pool.microbatches / capacity[: pool.problem.num_devices]  # shared by a kind
     for _ in range(pool.config.max_memory_rounds):
-        found = master(pool, pool.columns, depth, capacity, microbatches)
-        time = np.append(found.duals, found.path)
-        prices = replace(_prices(pool, time), memory=found.memory, microbatches=float(microbatches.mean()))
+        optimum = master(pool, pool.columns, depth, capacity, microbatches)
+        time = np.append(optimum.duals, optimum.path)
+        prices = replace(_prices(pool, time), memory=optimum.memory, microbatches=float(microbatches.mean()))
         if not pool.add(pool.price(prices)[0]):
             break
     return master(pool, pool.columns, depth, capacity, microbatches).rates
@@ -284,20 +284,20 @@ def trimmed(pool: Pool, columns: list[Column], rates: Floats, depth: float | Non
     """Main lanes that fit together, rebalanced."""
     order, min_share = np.argsort(-rates, kind="stable"), pool.config.min_share
     kept = [columns[i] for i in order[rates[order] > min_share * rates.sum()].tolist()]
-    found: list[Mix] = []
+    mixes: list[Mix] = []
     while kept:
         again = master(pool, kept, depth).rates
         live = [(c, float(x)) for c, x in zip(kept, again, strict=True) if x > min_share * again.sum()]
         total = sum(x for _, x in live)
         mix = pool.held_by([c for c, _ in live], [x / total for _, x in live])
-        found += [mix] if mix is not None else []
+        mixes += [mix] if mix is not None else []
         if mix is not None and not mix.microbatches:
             break
         least = min(live, key=lambda x: x[1])[0]
         kept = [c for c, _ in live if c is not least]
     if pool.is_tight:
-        found += [mix for c in columns if (mix := pool.held_by((c,))) is not None]
-    return max(found, key=lambda m: upper_bound_per_s(m, pool.microbatches), default=None)
+        mixes += [mix for c in columns if (mix := pool.held_by((c,))) is not None]
+    return max(mixes, key=lambda m: upper_bound_per_s(m, pool.microbatches), default=None)
 
 
 def upper_bound_per_s(mix: Mix, microbatches: int) -> float:

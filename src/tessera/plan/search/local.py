@@ -41,8 +41,8 @@ def is_filled(task: Task, columns: Sequence[Column]) -> bool:
     """Some microbatches stay on one device in a step that others divide."""
 
     def stays(column: Column, nodes: Ints) -> bool:
-        here = column.labels[nodes]
-        return bool((here == here[0]).all())
+        devices = column.labels[nodes]
+        return bool((devices == devices[0]).all())
 
     return any(len({stays(c, nodes) for c in columns}) > 1 for nodes in task.problem.node_of)
 
@@ -50,10 +50,10 @@ def is_filled(task: Task, columns: Sequence[Column]) -> bool:
 @dataclass(eq=False)
 class Search:
     task: Task
-    found: list[tuple[float, Mix]] = field(default_factory=list)
+    rated: list[tuple[float, Mix]] = field(default_factory=list)
     best: float = 0.0
     _seen: set[object] = field(default_factory=set)
-    _known: dict[bytes, Column] = field(default_factory=dict)
+    _columns: dict[bytes, Column] = field(default_factory=dict)
     _left: int = 0
 
     def __post_init__(self) -> None:
@@ -77,19 +77,19 @@ class Search:
             return 0.0
         self._left -= 1
         figure = self.task.quick_per_s(mix)
-        self.found.append((figure, mix))
+        self.rated.append((figure, mix))
         self.best = max(self.best, figure)
         return figure
 
     def finalists(self) -> tuple[Mix, ...]:
-        ordered = sorted(self.found, key=lambda x: -x[0])
+        ordered = sorted(self.rated, key=lambda x: -x[0])
         return tuple(mix for _, mix in ordered[: self.task.config.num_finalists[self.task.is_large]])
 
     def climb(self) -> None:
         self._look_at_singles()
         moved: set[TeamKey] = set()
         while self._left > 0:
-            teams = ((figure, self._team(mix)) for figure, mix in self.found)
+            teams = ((figure, self._team(mix)) for figure, mix in self.rated)
             left = [(figure, team) for figure, team in teams if _key(team) not in moved]
             if not left:
                 return
@@ -125,7 +125,7 @@ class Search:
         return counts
 
     def _canonical(self, column: Column) -> Column:
-        return self._known.setdefault(column.key, column)
+        return self._columns.setdefault(column.key, column)
 
     def _mix(self, team: Counter[Column]) -> Mix:
         """Shares are balanced by busy time, none zero."""
@@ -141,16 +141,16 @@ class Search:
         alike: list[tuple[float, Counter[Column]]] = []
         filled: list[tuple[float, Counter[Column]]] = []
         is_full = sum(team.values()) >= self.task.microbatches
-        for given_up in (*team, *(() if is_full else (None,))):
-            kept = team if given_up is None else team - Counter([given_up])
-            own = sum(n / c.path_us for c, n in kept.items())
+        for dropped in (*team, *(() if is_full else (None,))):
+            kept = team if dropped is None else team - Counter([dropped])
+            rate = sum(n / c.path_us for c, n in kept.items())
             base = sum((n / c.path_us * c.busy_us for c, n in kept.items()), np.zeros(busy.shape[1]))
-            slowed = (own + 1 / path) / np.maximum(1.0, (base + busy / path[:, None]).max(axis=1))
+            slowed = (rate + 1 / path) / np.maximum(1.0, (base + busy / path[:, None]).max(axis=1))
             best = np.argsort(-slowed, kind="stable")[: 4 * self.task.config.num_moves].tolist()
-            for chosen, found in ((whole, filled), (best, alike)):
-                found += [(float(slowed[i]), kept + Counter([columns[i]])) for i in chosen]
+            for chosen, listed in ((whole, filled), (best, alike)):
+                listed += [(float(slowed[i]), kept + Counter([columns[i]])) for i in chosen]
             if kept:
-                alike.append((own / max(1.0, float(base.max())), kept))
+                alike.append((rate / max(1.0, float(base.max())), kept))
         for listed in (filled, alike):
             yield [team for _, team in sorted(listed, key=lambda x: -x[0])]
 
