@@ -150,15 +150,13 @@ def path(keys: Sequence[Any]) -> str:
 
 
 def unique(names: Sequence[str]) -> list[str]:
-    taken: set[str] = set()
-    counts = []
+    distinct: dict[str, None] = {}
     for name in names:
         candidate, number = name, 1
-        while candidate in taken:
+        while candidate in distinct:
             candidate, number = f"{name}_{number}", number + 1
-        taken.add(candidate)
-        counts.append(candidate)
-    return counts
+        distinct[candidate] = None
+    return list(distinct)
 
 
 def open_dataclasses(value: Any) -> None:

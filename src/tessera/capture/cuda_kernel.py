@@ -99,9 +99,9 @@ class CudaKernel:
 
 
 def _three(sizes: Any) -> Grid:
-    given = tuple(sizes) if isinstance(sizes, tuple | list) else (sizes,)
-    x, y, z = (*map(int, given), 1, 1)[:3]
-    if min(x, y, z) < 1 or len(given) > 3:
+    dims = tuple(sizes) if isinstance(sizes, tuple | list) else (sizes,)
+    x, y, z = (*map(int, dims), 1, 1)[:3]
+    if min(x, y, z) < 1 or len(dims) > 3:
         raise CaptureError(f"grid and block must be 1 to 3 sizes, got {sizes}", "Use numbers of at least 1.")
     return x, y, z
 
@@ -139,13 +139,13 @@ def _compiled(source: str, arch: int) -> str:
             "Install the CUDA toolkit, or pass PTX.",
         )
     with tempfile.TemporaryDirectory() as folder:
-        file, made = Path(folder) / "kernel.cu", Path(folder) / "kernel.ptx"
-        file.write_text(source, encoding="utf-8")
-        command = [nvcc, "-ptx", f"-arch=compute_{arch}", "-o", str(made), str(file)]
+        source_file, ptx_file = Path(folder) / "kernel.cu", Path(folder) / "kernel.ptx"
+        source_file.write_text(source, encoding="utf-8")
+        command = [nvcc, "-ptx", f"-arch=compute_{arch}", "-o", str(ptx_file), str(source_file)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode:
             raise _uncompiled(result.stderr or result.stdout)
-        return made.read_text(encoding="utf-8")
+        return ptx_file.read_text(encoding="utf-8")
 
 
 def _by_nvrtc(source: str, arch: int) -> str:

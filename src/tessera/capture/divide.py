@@ -69,15 +69,15 @@ def divide(
 
 
 def experts_of(trace: Trace) -> dict[int, tuple[str, int, int]]:
-    found = {}
+    parts = {}
     for number, launch in enumerate(trace.launches):
         place = PARTS.get(trace.kernels[launch.kernel].name)
         if place is not None:
             weight, first = launch.args[1], launch.args[place + 1]
             assert isinstance(weight, View)
             assert isinstance(first, int)
-            found[number] = launch.scope, first, weight.shape[0]
-    return found
+            parts[number] = launch.scope, first, weight.shape[0]
+    return parts
 
 
 class _Writer:
@@ -128,9 +128,9 @@ class _Writer:
         return _ends(views[0].shape[0], self._config.num_parts)
 
     def _column_ends(self, launch: Launch) -> list[int]:
-        weight, made = launch.args[-1], launch.outputs[0]
+        weight, result = launch.args[-1], launch.outputs[0]
         least = self._config.plain_bytes
-        if least is None or launch.kwargs or not self._is_own(weight) or made is None:
+        if least is None or launch.kwargs or not self._is_own(weight) or result is None:
             return []
         assert isinstance(weight, View)
         is_dense = weight.stride in ((weight.shape[1], 1), (1, weight.shape[0]))
@@ -142,22 +142,20 @@ class _Writer:
 
     def _divide_experts(self, launch: Launch, product: Any, ends: Sequence[int]) -> None:
         x, *weights, offsets = _mixture(launch)
-        made, parts, first = launch.outputs[0], list[tuple[int, int, float, Arg]](), 0
-        assert made is not None
+        result = launch.outputs[0]
+        assert result is not None
         assert isinstance(weights[0], View)
         num, form = weights[0].shape[0], launch.args[5:]  # of a packed weight
-        for last in ends:
-            own = (self._experts(weight, first, last, not form) for weight in weights)
+        parts: list[tuple[int, int, float, View]] = []
+        for first, last in zip([0, *ends[:-1]], ends, strict=True):
+            experts = (self._experts(weight, first, last, not form) for weight in weights)
             share = self._share(launch.scope, first, last, num)
-            given, into = (
-                (x, *own, offsets, first, share, *form),
-                made if last == num else self._temporary(made),
-            )
-            parts.append((first, last, share, self._append(product, given, into, launch.scope)))
-            first = last
-        for begin, last, share, part in reversed(parts[:-1]):
-            args = (made, part, offsets, begin, last, share)
-            self._append(torch.ops.tessera.grouped_join.default, args, made, launch.scope, is_new=False)
+            into = result if last == num else self._temporary(result)
+            args = (x, *experts, offsets, first, share, *form)
+            parts.append((first, last, share, self._append(product, args, into, launch.scope)))
+        for first, last, share, part in reversed(parts[:-1]):
+            args = (result, part, offsets, first, last, share)
+            self._append(torch.ops.tessera.grouped_join.default, args, result, launch.scope, is_new=False)
 
     def _experts(self, weight: Arg, first: int, last: int, may_turn: bool) -> Arg:
         if not isinstance(weight, View):  # a packed weight without zeros
@@ -172,9 +170,9 @@ class _Writer:
 
     def _divide_columns(self, launch: Launch, ends: Sequence[int]) -> None:
         *before, x, weight = launch.args
-        made = launch.outputs[0]
+        result = launch.outputs[0]
         assert isinstance(weight, View)
-        assert made is not None
+        assert result is not None
         item, (depth, width) = item_bytes(weight.dtype), weight.shape
         is_rows = weight.stride[1] == depth  # columns of the product are rows in memory
         each, total = (depth * item, depth * width * item) if is_rows else (item, width * item)
@@ -183,19 +181,19 @@ class _Writer:
             num = last - first
             buffer = self._part(weight.buffer, first * each, last * each, total)
             stride = (1, depth) if is_rows else (num, 1)
-            own = structs.replace(weight, buffer=buffer, shape=(depth, num), stride=stride)
-            given = [x, own]
+            columns = structs.replace(weight, buffer=buffer, shape=(depth, num), stride=stride)
+            operands = [x, columns]
             for bias in before:
                 assert isinstance(bias, View)
                 size = item_bytes(bias.dtype)
                 where = self._part(bias.buffer, first * size, last * size, width * size)
-                given.insert(0, structs.replace(bias, buffer=where, shape=(num,)))
+                operands.insert(0, structs.replace(bias, buffer=where, shape=(num,)))
             product = (torch.ops.aten.addmm if before else torch.ops.aten.mm).default
-            parts.append(self._append(product, tuple(given), self._temporary(made, num), launch.scope))
+            parts.append(self._append(product, tuple(operands), self._temporary(result, num), launch.scope))
         joined = parts[-1]
         for number in reversed(range(len(parts) - 1)):
             width = parts[number].shape[1] + joined.shape[1]
-            into = made if number == 0 else self._temporary(made, width)
+            into = result if number == 0 else self._temporary(result, width)
             args = ((parts[number], joined), -1)
             joined = self._append(torch.ops.aten.cat.default, args, into, launch.scope)
 
@@ -222,26 +220,26 @@ class _Writer:
         self._buffers.append(Buffer(f"t{len(self._buffers)}", BufferKind.TEMPORARY, size))
         return View(len(self._buffers) - 1, like.dtype, shape, (shape[1], 1))
 
-    def _append(self, func: Any, args: tuple[Arg, ...], made: View, scope: str, is_new: bool = True) -> View:
-        """`is_new`: `made` is the result, not an argument that is changed."""
+    def _append(self, func: Any, args: tuple[Arg, ...], out: View, scope: str, is_new: bool = True) -> View:
+        """`is_new`: `out` is the result, not an argument that is changed."""
         if func not in self._operators:
             self._kernels.append(Kernel(str(func), Origin.ATEN, str(func._schema)))
             self._operators[func] = len(self._kernels) - 1
         accesses = argument_accesses(func._schema, args, {})
-        if is_new and (touched := byte_region(made)) is not None:
-            accesses.append(Access(made.buffer, touched, write=True))
-        outputs = (made,) if is_new else ()
+        if is_new and (touched := byte_region(out)) is not None:
+            accesses.append(Access(out.buffer, touched, write=True))
+        outputs = (out,) if is_new else ()
         self._launches.append(Launch(self._operators[func], args, (), outputs, tuple(accesses), scope))
-        return made
+        return out
 
 
 def _mixture(launch: Launch) -> tuple[Arg, ...]:
     """Rows, weight (packed: codes, scales and zeros) and offsets."""
-    given = dict(launch.kwargs)
+    options = dict(launch.kwargs)
     if len(launch.args) == PACKED:
         return launch.args[:5]
-    args = (*launch.args, *([given.pop("offs")] if "offs" in given else ()))
-    return args[:3] if all(value is None for value in (*args[3:], *given.values())) else (None,) * 3
+    args = (*launch.args, *([options.pop("offs")] if "offs" in options else ()))
+    return args[:3] if all(value is None for value in (*args[3:], *options.values())) else (None,) * 3
 
 
 def _ends(num: int, parts: int) -> list[int]:

@@ -215,11 +215,13 @@ def _grouped_product(args: tuple[Any, ...]) -> torch.Tensor:
     return torch.empty_strided(size, (-(-size[1] // unit) * unit, 1), dtype=rows.dtype, device=rows.device)
 
 
-def _as_viewed(made: torch.Tensor, source: torch.Tensor, shape: Any) -> torch.Tensor:
+def _as_viewed(result: torch.Tensor, source: torch.Tensor, shape: Any) -> torch.Tensor:
     """The fake keeps old strides of size-1 dimensions; the real ones decide later layouts."""
     with unset_fake_temporarily():
         real = torch.empty_strided(source.size(), source.stride(), device="meta").view(shape).stride()
-    return made if made.stride() == real else made.as_strided(made.size(), real, made.storage_offset())
+    return (
+        result if result.stride() == real else result.as_strided(result.size(), real, result.storage_offset())
+    )
 
 
 @contextmanager

@@ -122,7 +122,7 @@ def _scope(node: torch.fx.Node) -> Path:
 
 
 def _words(text: str) -> Path:
-    return tuple(word for found in _STEP.findall(text) if (word := "".join(found)) not in _PLUMBING)
+    return tuple(word for groups in _STEP.findall(text) if (word := "".join(groups)) not in _PLUMBING)
 
 
 def _is_weight(node: torch.fx.Node, example: Any) -> bool:

@@ -350,14 +350,14 @@ class _PySearch:
     def __init__(self) -> None:
         self.values: list[PyValue] = []
         self.arrays: list[tuple[str, np.ndarray[Any, Any]]] = []
-        self._known: dict[int, Any] = {}  # keeps ids from being reused
+        self._seen: dict[int, Any] = {}  # keeps ids from being reused
 
     def look(self, name: str, value: Any, depth: int) -> None:
         if depth > MAX_DEPTH or isinstance(value, _LEAVES):
             return
-        if id(value) in self._known or len(self.values) > MAX_VALUES:
+        if id(value) in self._seen or len(self.values) > MAX_VALUES:
             return
-        self._known[id(value)] = value
+        self._seen[id(value)] = value
         if isinstance(value, memoryview):
             value = np.asarray(value)
         if isinstance(value, np.ndarray):
@@ -379,7 +379,7 @@ class _PySearch:
 
     def _look_module(self, name: str, module: torch.nn.Module, depth: int) -> None:
         for path, part in module.named_modules():
-            self._known[id(part)] = part
+            self._seen[id(part)] = part
             where = _join(name, path)
             for held in (part._parameters, part._buffers):
                 for key in held:
@@ -404,9 +404,9 @@ class _PySearch:
     def _look_class(self, kind: type, value: Any, name: str, depth: int) -> None:
         for slot in _slots(kind):
             self.values.append(PyValue(f"'{_join(name, slot)}'", partial(getattr, value, slot, _MISSING)))
-        if id(kind) in self._known or kind.__module__.partition(".")[0] in (*_CLOSED, "builtins", "abc"):
+        if id(kind) in self._seen or kind.__module__.partition(".")[0] in (*_CLOSED, "builtins", "abc"):
             return
-        self._known[id(kind)] = kind
+        self._seen[id(kind)] = kind
         for key, item in list(vars(kind).items()):
             if isinstance(item, types.FunctionType):
                 self.look(kind.__name__, item, depth + 1)
@@ -440,8 +440,8 @@ class _PySearch:
             self.look(name, value, depth + 1)
 
     def _look_file(self, module: types.ModuleType) -> None:
-        if id(module) not in self._known:
-            self._known[id(module)] = module
+        if id(module) not in self._seen:
+            self._seen[id(module)] = module
             for key, value in list(vars(module).items()):
                 if not key.startswith("__") and _is_data(value):
                     self._add(f"{module.__name__}.{key}", vars(module), key)

@@ -97,9 +97,9 @@ def contents(tensor: torch.Tensor) -> str:
         return bytes(raw(value, 0, value.untyped_storage().nbytes()).tolist()).hex()
 
 
-def given(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    found = (value for argument, value, _ in arguments(func._schema, args, kwargs) if argument.name == name)
-    return next(found, None)
+def argument_of(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    values = (value for argument, value, _ in arguments(func._schema, args, kwargs) if argument.name == name)
+    return next(values, None)
 
 
 def arguments(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any, bool]]:
@@ -155,8 +155,8 @@ def from_parts(name: str, tensor: torch.Tensor, values: Mapping[str, torch.Tenso
     attributes, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     inner = {key: from_parts(f"{name}.{key}", getattr(tensor, key), values) for key in attributes}
     kind: Any = type(tensor)
-    made: torch.Tensor = kind.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
-    return made
+    wrapper: torch.Tensor = kind.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+    return wrapper
 
 
 def _folder(file: str | None) -> str:
@@ -243,8 +243,8 @@ def check_operator(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], varies: Callable[[Any], bool]
 ) -> None:
     """Refuses host reads of varying values, and writes that no schema declares."""
-    is_silent = func._schema.name in SILENT_WRITERS and given(func, "training", args, kwargs)
-    if is_silent and given(func, "running_mean", args, kwargs) is not None:
+    is_silent = func._schema.name in SILENT_WRITERS and argument_of(func, "training", args, kwargs)
+    if is_silent and argument_of(func, "running_mean", args, kwargs) is not None:
         fail(
             f"{func} changes its running statistics, which its schema does not say",
             "Call the model's eval() first.",
@@ -257,9 +257,9 @@ def check_operator(
 
 def _deciding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = func._schema.name
-    if name == "aten::repeat_interleave" and given(func, "output_size", args, kwargs) is not None:
+    if name == "aten::repeat_interleave" and argument_of(func, "output_size", args, kwargs) is not None:
         return ()
-    deciders = [given(func, which, args, kwargs) for which in DECIDERS.get(name, ())]
+    deciders = [argument_of(func, which, args, kwargs) for which in DECIDERS.get(name, ())]
     if name == "aten::index":
         return [t for t in deciders[0] if t is not None and t.dtype in (torch.bool, torch.uint8)]
     return deciders if name in DECIDERS else (args, kwargs)

@@ -90,12 +90,12 @@ def _from_autotuner(tuner: Any, args: tuple[Any, ...]) -> OwnLaunch:
         )
     code = launcher.__code__
     names = [n for n in code.co_varnames[: code.co_argcount] if n != "stream"]
-    given = dict(zip(names, args, strict=True))
+    values = dict(zip(names, args, strict=True))
     _, grid = tuner._interpret_args_grid(args, launcher.config)
     meta = result.compile_meta
     signature = {n: meta["signature"].get(n, "constexpr") for n in tuner.fn.arg_names}
     constants = {n: meta["constants"].get(n) for n, kind in signature.items() if kind == "constexpr"}
-    return _launch(compiled, tuner.fn, signature, constants, given, grid, frozenset(tuner.mutated_arg_names))
+    return _launch(compiled, tuner.fn, signature, constants, values, grid, frozenset(tuner.mutated_arg_names))
 
 
 def from_jit(
@@ -105,15 +105,15 @@ def from_jit(
     mine = {k: v for k, v in kwargs.items() if k in names}
     bound = inspect.signature(function.fn).bind(*args, **mine)
     bound.apply_defaults()
-    given = dict(bound.arguments)
-    sizes = grid({**kwargs, **given}) if callable(grid) else grid
+    values = dict(bound.arguments)
+    sizes = grid({**kwargs, **values}) if callable(grid) else grid
     sizes = (*sizes, 1, 1)[:3] if isinstance(sizes, tuple | list) else (sizes, 1, 1)
     signature = {n: compiled.src.signature.get(n, "constexpr") for n in names}
     inside = {path[0]: v for path, v in compiled.src.constants.items() if len(path) == 1}
     constants = {
-        n: inside.get(place, given.get(n)) for place, n in enumerate(names) if signature[n] == "constexpr"
+        n: inside.get(place, values.get(n)) for place, n in enumerate(names) if signature[n] == "constexpr"
     }
-    return _launch(compiled, function, signature, constants, given, sizes, frozenset())
+    return _launch(compiled, function, signature, constants, values, sizes, frozenset())
 
 
 def _launch(
@@ -121,7 +121,7 @@ def _launch(
     function: Any,
     signature: Mapping[str, str],
     constants: Mapping[str, Any],
-    given: Mapping[str, Any],
+    values: Mapping[str, Any],
     grid: Sequence[int],
     mutated: frozenset[str],
 ) -> OwnLaunch:
@@ -146,7 +146,7 @@ def _launch(
     params = [n for n, kind in signature.items() if kind != "constexpr"]
     return OwnLaunch(
         kernel,
-        tuple(given[n] for n in params),
+        tuple(values[n] for n in params),
         (int(grid[0]), int(grid[1]), int(grid[2])),
         block_of(kernel),
         mutated=frozenset(i for i, n in enumerate(params) if n in mutated),
@@ -190,16 +190,16 @@ def launch(seen: OwnLaunch, native: Callable[[], None] | None = None) -> None:
 
 
 def _with_tables(seen: OwnLaunch) -> OwnLaunch:
-    given = [(i, seen.args[i]) for i in tables_of(seen.kernel) if isinstance(seen.args[i], torch.Tensor)]
+    tables = [(i, seen.args[i]) for i in tables_of(seen.kernel) if isinstance(seen.args[i], torch.Tensor)]
     args, unread = list(seen.args), []
     with reads_allowed():
-        for place, table in given:
+        for place, table in tables:
             entries = read_table(table)
             if isinstance(entries, str):
                 unread.append(f"the table of addresses in argument {place} is not known: {entries}")
             else:
                 args[place] = entries
-    return replace(seen, args=tuple(args), tables=tuple(given), unread="; ".join(unread))
+    return replace(seen, args=tuple(args), tables=tuple(tables), unread="; ".join(unread))
 
 
 def unchanged(name: str, tensors: Sequence[torch.Tensor]) -> Callable[[], None] | None:

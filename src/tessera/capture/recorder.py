@@ -321,7 +321,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if operators.has_wrappers(types):  # recorded from the inside
             return NotImplemented
-        given = _tensors((args, kwargs))
+        inputs = _tensors((args, kwargs))
         operators.check_operator(func, args, kwargs, self.varies)
         generator = generator_of(func, args, kwargs)
         named = tuple((k, self._ledger.arg(v, self._argument)) for k, v in kwargs.items())
@@ -333,11 +333,11 @@ class Recorder(TorchDispatchMode):
             self._draws.after(generator)
         results = result if isinstance(result, tuple | list) else (result,)
         tensors = _tensors(results)
-        if self._carries_constant(func, given, tensors):
-            self._ledger.know(tensors[0], self._ledger.index(given[0]))
+        if self._carries_constant(func, inputs, tensors):
+            self._ledger.know(tensors[0], self._ledger.index(inputs[0]))
         if func._schema.is_mutable or any(self._ledger.find(t) is None for t in tensors):
-            for one, made in operators.split(func, recorded, results):
-                self._launch(func, one, made, generator)
+            for part, outputs in operators.split(func, recorded, results):
+                self._launch(func, part, outputs, generator)
         else:
             self._num_views += 1
             self._note_alias(func, results)
@@ -346,12 +346,12 @@ class Recorder(TorchDispatchMode):
     def _execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorded: Recorded) -> Any:
         return run_operator(self._run, func, args, kwargs)
 
-    def _carries_constant(self, func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
-        if func._schema.name not in CARRIERS or len(given) != 1 or self._ledger.find(made[0]) is not None:
+    def _carries_constant(self, func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
+        if func._schema.name not in CARRIERS or len(inputs) != 1 or self._ledger.find(outputs[0]) is not None:
             return False
-        source = self._ledger.buffers[self._ledger.index(given[0])]
-        size = made[0].untyped_storage().nbytes()
-        return bool(source.constant_hex) and size == source.size_bytes and made[0].dtype is given[0].dtype
+        source = self._ledger.buffers[self._ledger.index(inputs[0])]
+        size = outputs[0].untyped_storage().nbytes()
+        return bool(source.constant_hex) and size == source.size_bytes and outputs[0].dtype is inputs[0].dtype
 
     def _note_alias(self, func: Any, results: Results) -> None:
         for result, declared in zip(results, func._schema.returns, strict=False):
@@ -424,7 +424,7 @@ class Watch(Recorder):
         """`tensors`: one of each storage; `fixed`: numbers of those that no request decides."""
         is_fake = any(isinstance(t, fake_tensor.FakeTensor) for t in tensors)
         super().__init__(Scopes(torch.nn.Module()), recorded_on="fake" if is_fake else "cpu")
-        self._given = tensors
+        self._tensors = tensors
         declared = self._ledger.declare(BufferKind.STATE, {str(i): t for i, t in enumerate(tensors)})
         self._varying = set(declared) - set(fixed)
         self._stack = ExitStack()
@@ -433,7 +433,7 @@ class Watch(Recorder):
     @property
     def touched(self) -> set[int]:
         used = {a.buffer for launch in self._ledger.launches for a in launch.accesses}
-        return used & set(range(len(self._given)))
+        return used & set(range(len(self._tensors)))
 
     @property
     def generators(self) -> list[str]:
@@ -460,8 +460,8 @@ class Watch(Recorder):
     def _save(self, accesses: Sequence[Access]) -> None:
         for access in accesses:
             number = access.buffer
-            if (access.write or access.atomic) and number < len(self._given) and number not in self.saved:
-                self.saved[number] = _copy(self._given[number])
+            if (access.write or access.atomic) and number < len(self._tensors) and number not in self.saved:
+                self.saved[number] = _copy(self._tensors[number])
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

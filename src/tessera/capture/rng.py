@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 
-from tessera.capture.operators import fail, given
+from tessera.capture.operators import argument_of, fail
 from tessera.ir import GENERATOR
 
 Tensors = Mapping[str, torch.Tensor]
@@ -29,9 +29,9 @@ CUDA_STATE_BYTES = 16
 def generator_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     if not _may_draw(func):
         return ""
-    if given(func, "dropout_p", args, kwargs) == 0.0:  # attention without dropout
+    if argument_of(func, "dropout_p", args, kwargs) == 0.0:  # attention without dropout
         return ""
-    if given(func, "generator", args, kwargs) is not None:
+    if argument_of(func, "generator", args, kwargs) is not None:
         fail(f"{func} draws from a generator of its own", "Draw from the default one: torch.manual_seed.")
     device = kwargs.get("device") or next(
         (v.device for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)), torch.device("cpu")
@@ -90,7 +90,7 @@ def without_generators(state: Tensors) -> dict[str, torch.Tensor]:
 class Draws:
     def __init__(self, is_fake: bool) -> None:
         self._is_fake = is_fake
-        self._known: dict[str, torch.Tensor] = {} if is_fake else {"rng:cpu": state_now("rng:cpu")}
+        self._states: dict[str, torch.Tensor] = {} if is_fake else {"rng:cpu": state_now("rng:cpu")}
         self.names: list[str] = []
 
     def before(self, name: str) -> None:
@@ -101,14 +101,14 @@ class Draws:
 
     def after(self, name: str) -> None:
         if not self._is_fake:
-            self._known[name] = state_now(name)
+            self._states[name] = state_now(name)
 
     def check(self) -> None:
-        for name in self._known:
+        for name in self._states:
             self._check(name)
 
     def _check(self, name: str) -> None:
-        if name in self._known and not torch.equal(self._known[name], state_now(name)):
+        if name in self._states and not torch.equal(self._states[name], state_now(name)):
             fail(
                 f"the step seeds the generator {name}, or draws from it without an operator that says so",
                 "Seed before the step; register a drawing operator with the tag nondeterministic_seeded.",

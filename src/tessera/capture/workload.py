@@ -75,8 +75,7 @@ class Workload:
         return all(torch.equal(first[name], other[name]) for name in first)
 
     def fresh(self, tensors: Tensors, seed: int, is_mild: bool) -> dict[str, torch.Tensor]:
-        given = without_generators(tensors)
-        return {**tensors, **fresh(given, seed, is_mild)}
+        return {**tensors, **fresh(without_generators(tensors), seed, is_mild)}
 
     def varied(self) -> "tuple[Self, str]":
         """A program that raises on fresh values gets milder ones, then its example."""

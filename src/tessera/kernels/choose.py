@@ -91,9 +91,9 @@ def _on_cpu(
 
 def _draw(kept: dict[int, tuple[torch.Tensor, torch.Tensor]], numbers: torch.Tensor) -> torch.Tensor:
     counts = [len(tokens) for tokens, _ in kept.values()]
-    own = numbers[list(kept)].repeat_interleave(torch.tensor(counts), 0)
+    by_token = numbers[list(kept)].repeat_interleave(torch.tensor(counts), 0)
     tokens, scaled = (torch.cat(parts) for parts in zip(*kept.values(), strict=True))
-    scores = scaled - _exponential(tokens, own[:, Number.SEED], own[:, Number.POSITION]).log()
+    scores = scaled - _exponential(tokens, by_token[:, Number.SEED], by_token[:, Number.POSITION]).log()
     races = zip(tokens.split(counts), scores.split(counts), strict=True)
     return torch.stack([able[part.argmax()] for able, part in races])
 

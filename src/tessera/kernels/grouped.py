@@ -8,7 +8,6 @@ A CPU reads the weights of experts with rows only.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
@@ -71,14 +70,16 @@ def _part_shaped(x: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Ten
     return x.new_empty((x.shape[0], weight.shape[2]))
 
 
-def _join_on_cpu(into: torch.Tensor, part: torch.Tensor, offsets: torch.Tensor, *given: Any) -> None:
-    first, last, _ = given
+def _join_on_cpu(
+    into: torch.Tensor, part: torch.Tensor, offsets: torch.Tensor, first: int, last: int, _: float
+) -> None:
     rows = slice(int(offsets[first - 1]) if first else 0, int(offsets[last - 1]))
     into[rows] = part[rows]
 
 
-def _join_on_cuda(into: torch.Tensor, part: torch.Tensor, offsets: torch.Tensor, *given: Any) -> None:
-    first, last, _ = given
+def _join_on_cuda(
+    into: torch.Tensor, part: torch.Tensor, offsets: torch.Tensor, first: int, last: int, _: float
+) -> None:
     rows = torch.arange(into.shape[0], device=into.device)[:, None]
     begin = offsets[first - 1] if first else 0
     torch.where((rows >= begin) & (rows < offsets[last - 1]), part, into, out=into)

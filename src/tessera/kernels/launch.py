@@ -65,8 +65,8 @@ def driver() -> Any:
 
 
 def run_kernel(kernel: Kernel, grid: Grid, block: Grid, args: Sequence[Any]) -> None:
-    given = [t for a in args for t in (a if isinstance(a, list | tuple) else (a,))]
-    card = next((t.device.index for t in given if isinstance(t, torch.Tensor) and t.is_cuda), None)
+    items = [t for a in args for t in (a if isinstance(a, list | tuple) else (a,))]
+    card = next((t.device.index for t in items if isinstance(t, torch.Tensor) and t.is_cuda), None)
     if card is not None:
         _loaded(kernel, block, card)(grid, args)
     else:
@@ -94,9 +94,10 @@ def _interpret(kernel: Kernel, grid: Grid, block: Grid, args: Sequence[Any]) -> 
         array = arrays.setdefault(storage.data_ptr(), _bytes(storage))
         return Offset(array, int(arg.storage_offset()) * arg.itemsize)
 
-    given, shared = [pointer(arg) for arg in args], kernel.shared_bytes or None
+    values = [pointer(arg) for arg in args]
+    shared = kernel.shared_bytes or None
     try:
-        result = run(kernel.ptx, kernel.name, grid, block, given, shared_bytes=shared, file=kernel.name)
+        result = run(kernel.ptx, kernel.name, grid, block, values, shared_bytes=shared, file=kernel.name)
     except PtxError as error:
         raise WorkerError(error.message, place=error.place) from error
     for array, name in result.homes:
@@ -164,8 +165,9 @@ class PtxKernel:
         values += [ctypes.c_uint64(0) for _ in self._sizes[len(values) :]]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        given = (stream, self._attributes, 1 if self._attributes else 0)
-        config = _Config((ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*self._block), self._shared, *given)
+        num_attributes = 1 if self._attributes else 0
+        sizes = (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*self._block)
+        config = _Config(*sizes, self._shared, stream, self._attributes, num_attributes)
         status = driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None)
         self._ask(status, "launch")
 

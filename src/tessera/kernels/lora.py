@@ -19,11 +19,11 @@ def _on_cpu(
     y: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, adapters: torch.Tensor
 ) -> torch.Tensor:
     out = y.clone(memory_format=torch.contiguous_format)
-    rows, given = out.view(-1, out.shape[-1]), x.reshape(-1, x.shape[-1])
+    rows, inputs = out.view(-1, out.shape[-1]), x.reshape(-1, x.shape[-1])
     for adapter in adapters.unique().tolist():
         if adapter:
             chosen = (adapters == adapter).nonzero()[:, 0]
-            low = linear(given[chosen], down[adapter - 1])
+            low = linear(inputs[chosen], down[adapter - 1])
             rows.index_add_(0, chosen, linear(low, up[adapter - 1]))
     return out
 

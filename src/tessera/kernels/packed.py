@@ -15,13 +15,13 @@ from tessera.kernels.register import register
 _WEIGHT = "Tensor x, Tensor codes, Tensor scales, Tensor? zeros"
 
 
-def _linear_on_cpu(x: torch.Tensor, codes: torch.Tensor, *given: Any) -> torch.Tensor:
-    scales, zeros, order, bias, weight_format, block = given
+def _linear_on_cpu(x: torch.Tensor, codes: torch.Tensor, *operands: Any) -> torch.Tensor:
+    scales, zeros, order, bias, weight_format, block = operands
     return linear(x, dequantise(codes, scales, zeros, order, weight_format, block, x.dtype), bias)
 
 
-def _grouped_on_cpu(x: torch.Tensor, codes: torch.Tensor, *given: Any) -> torch.Tensor:
-    scales, zeros, offsets, *part, weight_format, block = given
+def _grouped_on_cpu(x: torch.Tensor, codes: torch.Tensor, *operands: Any) -> torch.Tensor:
+    scales, zeros, offsets, *part, weight_format, block = operands
     out = empty_part(x, codes.shape[1], offsets)
     for expert, rows in chosen(offsets, part[0] if part else 0, codes.shape[0]):
         parts = (codes[expert], scales[expert], None if zeros is None else zeros[expert])

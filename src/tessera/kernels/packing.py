@@ -93,16 +93,17 @@ def tile(
 
 def _words(codes: torch.Tensor, weight_format: str) -> torch.Tensor:
     """From bytes [..., tiles, 4, 16] of two codes or [..., 2, 64] of one, by operations that CPUs have."""
-    planes, made = codes.movedim(-2, 0).contiguous(), []
+    planes = codes.movedim(-2, 0).contiguous()
     if weight_format == "fp8":
         return torch.stack([*planes], -1).flatten(-2).view(torch.int32)
+    packed = []
     for a, b, c, d in (planes & 15, planes >> 4):
         if weight_format == "int4":
-            made += [a | b << 4, c | d << 4]
+            packed += [a | b << 4, c | d << 4]
         else:
             top = (a & 8) << 4 | (a & 4) >> 2 | (b & 8) << 1 | (c & 8) >> 2
-            made += [(a & 3) << 6 | (b & 7) << 3 | c & 7, top | (d & 13) << 3 | (d & 2) << 1]
-    return torch.stack(made, -1).view(torch.int32)
+            packed += [(a & 3) << 6 | (b & 7) << 3 | c & 7, top | (d & 13) << 3 | (d & 2) << 1]
+    return torch.stack(packed, -1).view(torch.int32)
 
 
 def _untiled(

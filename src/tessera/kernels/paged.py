@@ -92,9 +92,9 @@ def _on_cpu(
         )
         shared = [part.expand(-1, -1, keys.shape[2], -1) for part in key_parts]
         held_keys = torch.cat(shared, -1) if len(shared) > 1 else key_parts[0]
-        asked = query.index_select(0, rows).view(len(group), count, *query.shape[1:])
-        made = _attend(asked, held_keys, held_values, seen, scale, soft_cap, sinks)
-        out.index_copy_(0, rows, made.flatten(0, 1))
+        queries = query.index_select(0, rows).view(len(group), count, *query.shape[1:])
+        results = _attend(queries, held_keys, held_values, seen, scale, soft_cap, sinks)
+        out.index_copy_(0, rows, results.flatten(0, 1))
     return out
 
 

@@ -45,10 +45,10 @@ def triton_accesses(
         return (), why
     config = LaunchConfig(_three(launch.grid), _three(launch.block), _params(launch))
     accesses: list[Access] = []
-    for found in report.accesses:
-        view = launch.args[found.param]
+    for access in report.accesses:
+        view = launch.args[access.param]
         if isinstance(view, View):  # a table is no buffer
-            accesses += _accesses(found, view, found.extent.resolve(config), buffers, empty)
+            accesses += _accesses(access, view, access.extent.resolve(config), buffers, empty)
     for item in report.indirect:
         accesses += _behind(item, [launch.args[table[1]] for table in item.tables], buffers)
     return tuple(accesses), ""
@@ -63,10 +63,10 @@ def tables_of(kernel: Kernel) -> tuple[int, ...]:
 def _behind(item: IndirectReport, tables: Sequence[Arg], buffers: Sequence[Buffer]) -> list[Access]:
     """Untouched bytes count as read."""
     written = any(effect == "w" for _, effect in item.lines)
-    found = {view.buffer for table in tables for view in arg_views(table)}
+    targets = {view.buffer for table in tables for view in arg_views(table)}
     return [
         Access(buffer, Region(0, buffers[buffer].size_bytes), True, written, item.atomic)
-        for buffer in sorted(found)
+        for buffer in sorted(targets)
         if buffers[buffer].size_bytes
     ]
 
@@ -121,14 +121,14 @@ def _three(sizes: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 def _accesses(
-    found: AccessReport, view: View, reached: Intervals, buffers: Sequence[Buffer], empty: Set[int]
+    access: AccessReport, view: View, reached: Intervals, buffers: Sequence[Buffer], empty: Set[int]
 ) -> list[Access]:
     base, size = view.offset * item_bytes(view.dtype), buffers[view.buffer].size_bytes
     clamped = [(base + a, base + b) for a, b in reached.inside(-base, size - base)]
     regions, widened = _regions(clamped)
     partial = (widened or not reached.exact) and view.buffer not in empty
-    reads = found.plain_read or ((found.plain_write or found.atomic) and partial)
-    return [Access(view.buffer, region, reads, found.plain_write, found.atomic) for region in regions]
+    reads = access.plain_read or ((access.plain_write or access.atomic) and partial)
+    return [Access(view.buffer, region, reads, access.plain_write, access.atomic) for region in regions]
 
 
 def _regions(spans: list[tuple[int, int]]) -> tuple[list[Region], bool]:

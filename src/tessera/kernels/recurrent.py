@@ -64,8 +64,8 @@ def _scan(
         begins, places = row < 0, torch.where(row < 0, -1 - row, row)
         held = state[places].float().masked_fill_(begins.view(-1, *[1] * (state.dim() - 1)), 0)
         for tokens in (first[:, None] + torch.arange(count)).split(chunk or count, 1):
-            made, held = advance(tokens, held)
-            out[tokens] = made.to(x.dtype)
+            results, held = advance(tokens, held)
+            out[tokens] = results.to(x.dtype)
         state[places] = held.to(state.dtype)
     return out
 
@@ -124,13 +124,13 @@ def _ssd_on_cpu(
         keys, queries = (t[tokens].float().repeat_interleave(group, 2) for t in (b, c))
         total = (step * a.float()).cumsum(1)
         weights = torch.einsum("nihs,njhs->nijh", queries, keys) * _fades(total) * step[:, None]
-        made = torch.einsum("nijh,njhp->nihp", weights, values)
-        made += torch.einsum("nihs,nhps->nihp", queries, held) * total.exp()[..., None]
+        out = torch.einsum("nijh,njhp->nihp", weights, values)
+        out += torch.einsum("nihs,nhps->nihp", queries, held) * total.exp()[..., None]
         if d is not None:
-            made += values * d.float()[:, None]
+            out += values * d.float()[:, None]
         left = (total[:, -1:] - total).exp() * step
         gain = torch.einsum("nihp,nihs->nhps", values * left[..., None], keys)
-        return made, held * total[:, -1].exp()[..., None, None] + gain
+        return out, held * total[:, -1].exp()[..., None, None] + gain
 
     return _scan(x, state, starts, rows, advance, CHUNK)
 
@@ -163,9 +163,9 @@ def _selective_on_cpu(
         value, key, query = (t[now].float() for t in (x, b, c))
         step = _time_steps(dt[now].float(), dt_bias, has_softplus)
         held = held * (step[..., None] * a.float()).exp() + (step * value)[..., None] * key[:, None]
-        made = (held * query[:, None]).sum(-1)
-        made = made if d is None else made + value * d.float()
-        return (made if z is None else made * silu(z[now].float()))[:, None], held
+        out = (held * query[:, None]).sum(-1)
+        out = out if d is None else out + value * d.float()
+        return (out if z is None else out * silu(z[now].float()))[:, None], held
 
     return _scan(x, state, starts, rows, advance, 1)
 
@@ -194,8 +194,8 @@ def _delta_on_cpu(
         held = held * decay.exp()[..., None]
         delta = (v - torch.einsum("nhk,nhkv->nhv", k, held)) * rate[..., None]
         held = held + k[..., None] * delta[..., None, :]
-        made = torch.einsum("nhk,nhkv->nhv", q, held) * query.shape[-1] ** -0.5
-        return made[:, None], held
+        out = torch.einsum("nhk,nhkv->nhv", q, held) * query.shape[-1] ** -0.5
+        return out[:, None], held
 
     return _scan(value, state, starts, rows, advance, 1)
 

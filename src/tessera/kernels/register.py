@@ -20,9 +20,9 @@ def register(
 ) -> None:
     """`on_cuda`: a function, or a module that has one of the operator's name."""
 
-    def launched(*given: Any) -> Any:
+    def launched(*args: Any) -> Any:
         assert isinstance(on_cuda, str)
-        return getattr(import_module(on_cuda), name)(*given)  # Triton is slow to import
+        return getattr(import_module(on_cuda), name)(*args)  # Triton is slow to import
 
     torch.library.define(f"tessera::{name}", schema)
     torch.library.impl(f"tessera::{name}", "cpu")(on_cpu)

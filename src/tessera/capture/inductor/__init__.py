@@ -52,8 +52,8 @@ def record_inductor(workload: Workload, portable: bool = True, **changes: Any) -
     code = compile_step(workload, (weights, inputs, state), mode, portable, **changes)
     code.run(weights, inputs, state)
     del state  # memory may hold one state only
-    given = weights, workload.make_inputs(0), workload.make_state(0)
-    return record_code(workload.step, code, given, str(next(iter(inputs.values())).device))
+    tensors = weights, workload.make_inputs(0), workload.make_state(0)
+    return record_code(workload.step, code, tensors, str(next(iter(inputs.values())).device))
 
 
 def record_inductor_offline(workload: Workload, card: SimpleNamespace = PROPERTIES) -> Trace:
@@ -62,16 +62,16 @@ def record_inductor_offline(workload: Workload, card: SimpleNamespace = PROPERTI
     with offline(card) as mode, warnings.catch_warnings():
         # Compiled code checks input alignment; fakes are always aligned.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        made = weights, workload.make_inputs(0), workload.make_state(0)
-        w, x, s = (fake.on_device(tensors) for tensors in made)
+        groups = weights, workload.make_inputs(0), workload.make_state(0)
+        w, x, s = (fake.on_device(tensors) for tensors in groups)
         code = compile_step(workload, (w, x, s), mode, **OFFLINE_CONFIG)
         return record_code(workload.step, code, (w, x, s), "fake").trace
 
 
 def record_code(
-    step: Step, code: CompiledStep, given: tuple[Tensors, Tensors, Tensors], recorded_on: str = "cpu"
+    step: Step, code: CompiledStep, tensors: tuple[Tensors, Tensors, Tensors], recorded_on: str = "cpu"
 ) -> Recording:
-    weights, inputs, state = given
+    weights, inputs, state = tensors
     ledger = Ledger(recorded_on)
     ledger.declare(BufferKind.WEIGHT, weights)
     ledger.declare(BufferKind.INPUT, inputs)

@@ -70,7 +70,7 @@ class Traced:
     values: dict[torch.fx.Node, Any]
     borders: tuple[int, ...]
     # By name, of weights, inputs and state.
-    given: Sequence[dict[str, torch.fx.Node]]
+    placeholders: Sequence[dict[str, torch.fx.Node]]
     outputs: dict[str, torch.fx.Node]
 
 
@@ -205,7 +205,7 @@ class _Compiled:
 class CompiledStep:
     _regions: Sequence[GraphRegion]
     # By name, of weights, inputs and state.
-    _given: Sequence[dict[str, Node]]
+    _placeholders: Sequence[dict[str, Node]]
     _outputs: dict[str, Node]
     _settings: dict[str, Any]
     _compiled: dict[Any, _Compiled] = field(default_factory=dict)
@@ -213,7 +213,7 @@ class CompiledStep:
     def run(
         self, weights: Tensors, inputs: Tensors, state: Tensors, enter: RegionContext = contextlib.nullcontext
     ) -> dict[str, torch.Tensor]:
-        groups = zip(self._given, (weights, inputs, state), strict=True)
+        groups = zip(self._placeholders, (weights, inputs, state), strict=True)
         values = {node: tensors[name] for named, tensors in groups for name, node in named.items()}
         with torch.no_grad():
             for region in self._regions:
@@ -233,14 +233,14 @@ class CompiledStep:
 
 def compile_step(
     workload: Workload,
-    given: tuple[Tensors, Tensors, Tensors],
+    groups: tuple[Tensors, Tensors, Tensors],
     mode: FakeTensorMode,
     portable: bool = True,
     **changes: Any,
 ) -> CompiledStep:
-    fakes = [{name: mode.from_tensor(t) for name, t in tensors.items()} for tensors in given]
+    fakes = [{name: mode.from_tensor(t) for name, t in tensors.items()} for tensors in groups]
     traced = trace_step(workload, fakes, mode, portable)
-    return CompiledStep(cut(traced), traced.given, traced.outputs, changes)
+    return CompiledStep(cut(traced), traced.placeholders, traced.outputs, changes)
 
 
 def _compile(region: GraphRegion, args: Sequence[torch.Tensor], settings: dict[str, Any]) -> _Compiled:
@@ -254,8 +254,8 @@ def _compile(region: GraphRegion, args: Sequence[torch.Tensor], settings: dict[s
         programs.append(compile_fx_inner(*args, **kwargs))
         return programs[-1]
 
-    known: Any = config._config  # type: ignore[attr-defined]
-    changes = {key: value for key, value in {**CONFIG, **settings}.items() if key in known}
+    options: Any = config._config  # type: ignore[attr-defined]
+    changes = {key: value for key, value in {**CONFIG, **settings}.items() if key in options}
     with config.patch(changes), functorch_config.patch(enable_autograd_cache=False):
         call: Any = compile_fx(region.module, list(args), inner_compile=inner)
     if len(programs) != 1:
@@ -266,18 +266,18 @@ def _compile(region: GraphRegion, args: Sequence[torch.Tensor], settings: dict[s
     return _Compiled(call, (*region.module.buffers(), *held))
 
 
-def _check_views(region: GraphRegion, args: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
-    for result, source in region.views:
-        if made[result].untyped_storage()._cdata != args[source].untyped_storage()._cdata:
+def _check_views(region: GraphRegion, args: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+    for place, source in region.views:
+        if results[place].untyped_storage()._cdata != args[source].untyped_storage()._cdata:
             remedy = "Capture it with the torch front end."
             raise CaptureError("compiled code copies what the program only views", remedy)
 
 
 def trace_step(
-    workload: Workload, given: Sequence[Tensors], mode: FakeTensorMode, portable: bool = True
+    workload: Workload, groups: Sequence[Tensors], mode: FakeTensorMode, portable: bool = True
 ) -> Traced:
-    tracer, (weights, inputs, state) = _Tracer(), given
-    placed = [{name: tracer.take(name, t) for name, t in tensors.items()} for tensors in given]
+    tracer, (weights, inputs, state) = _Tracer(), groups
+    placed = [{name: tracer.take(name, t) for name, t in tensors.items()} for tensors in groups]
     held = _reparametrize_module(workload.module, _whole(workload.module, weights))
     attention = target_attention() if portable else contextlib.nullcontext()
     seen = _borders(workload.module, tracer)
