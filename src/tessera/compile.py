@@ -33,7 +33,7 @@ import torch
 from tessera import flow
 from tessera.capture import record, rng
 from tessera.capture.blocks import storage_key
-from tessera.capture.function import FunctionCall, Given, workload
+from tessera.capture.function import Arguments, FunctionCall, workload
 from tessera.capture.fxgraph import GraphStep
 from tessera.capture.own import own_launches
 from tessera.capture.record import VARYING
@@ -235,7 +235,7 @@ class Compiled:
 
     def _bind(
         self, args: Sequence[Any], inputs: Mapping[str, Any], options: Options, cluster: Cluster
-    ) -> "tuple[Session, Given] | None":
+    ) -> "tuple[Session, Arguments] | None":
         """None if the graph must run eagerly."""
         for session in self._sessions:
             arguments = session.bind(inputs)
@@ -301,7 +301,7 @@ class Session:
         self._undefined = _undefined(plan.unit.graphs[0].trace)
         self.workers = Workers(plan, weights)
 
-    def bind(self, inputs: Mapping[str, Any]) -> Given | None:
+    def bind(self, inputs: Mapping[str, Any]) -> Arguments | None:
         held = {name: storage_key(tensor) for name, tensor in self.function.weights().items()}
         if held != self._storages:
             return None
@@ -310,7 +310,7 @@ class Session:
         except MismatchError:
             return None
 
-    def check(self, arguments: Given, result: RunResult) -> None:
+    def check(self, arguments: Arguments, result: RunResult) -> None:
         state = {name: tensor.clone() for name, tensor in arguments.state.items()}
         with threads(1), torch.no_grad(), rng.entered(state), own_launches():
             outputs = self.function.call(arguments.inputs, rng.without_generators(state))

@@ -39,7 +39,7 @@ KIND = "call"
 
 
 @dataclass(frozen=True)
-class Given:
+class Arguments:
     """Tensors of one call by number, and the step's tensors by name."""
 
     tensors: list[torch.Tensor]
@@ -48,7 +48,7 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class NewResult:
     """A result in new memory."""
 
     name: str
@@ -128,7 +128,7 @@ class FunctionCall:
     def _check_held(
         self,
         named: list[tuple[str, Any]],
-        given: Any,
+        arguments: Any,
         tensors: list[torch.Tensor],
         parts: list[BlockPart],
         keys: list[int],
@@ -140,7 +140,7 @@ class FunctionCall:
         before = {h.name: h.tensor for h in self._held}
         before |= {name: leaf for name, leaf in named if isinstance(leaf, torch.Tensor)}
         after = {h.name: h.tensor for h in find(self.fn, named).tensors}
-        again, _ = blocks.flatten(self.fn, *given)
+        again, _ = blocks.flatten(self.fn, *arguments)
         after |= {name: leaf for name, leaf in again if isinstance(leaf, torch.Tensor)}
         for name in [*before, *after]:
             if name not in before and self.trains:
@@ -150,7 +150,7 @@ class FunctionCall:
                 raise CaptureError(
                     f"the call replaces the tensor '{name}'",
                     "Change it in place (copy_, index_copy_), so that it is the same memory for every call.",
-                    self._line_that_replaces(name, given),
+                    self._line_that_replaces(name, arguments),
                 )
         for number, (tensor, part) in enumerate(zip(tensors, parts, strict=True)):
             block = self._block_of[number]
@@ -160,31 +160,31 @@ class FunctionCall:
                     f"the call changes the shape or memory of '{name}'", "Work on a view of it."
                 )
 
-    def _line_that_replaces(self, name: str, given: Any) -> str:
+    def _line_that_replaces(self, name: str, arguments: Any) -> str:
         held = next((h for h in self._held if h.name == name and h.holder is not None), None)
         if held is None:
             return ""
         held.put_back()
-        args, kwargs = given
+        args, kwargs = arguments
         return line_that_changes(PyValue(name, lambda: held.current), lambda: self.fn(*args, **kwargs))
 
     def _sort(self, watch: Watch) -> None:
         self._inputs, self._state, self._weights = [], [], []
         for index, block in enumerate(self.blocks):
-            is_given = block.parts[0][0] < self._num_args
+            is_argument = block.parts[0][0] < self._num_args
             fixed = [
                 h
                 for n, _ in block.parts
                 if n not in self._leaves and (h := self._holder(n)) is not None and h.holder is None
             ]
-            if fixed and (index in watch.saved or is_given):
+            if fixed and (index in watch.saved or is_argument):
                 raise CaptureError(
                     f"'{fixed[0].name}' is changed, or is an argument too, but only a closure holds it",
                     "Pass it as an argument, or register it on its module with register_buffer.",
                 )
             if index in watch.saved:
                 self._state.append(index)
-            elif is_given:
+            elif is_argument:
                 self._inputs.append(index)
             elif index in watch.touched:
                 self._weights.append(index)
@@ -204,21 +204,21 @@ class FunctionCall:
         return self._held[number - self._num_args] if number >= self._num_args else None
 
     def _shape_results(self, result: Any, keys: list[int]) -> None:
-        given = {key: block.parts[0][0] for key, block in zip(keys, self.blocks, strict=True)}
+        numbers = {key: block.parts[0][0] for key, block in zip(keys, self.blocks, strict=True)}
         blocks.open_dataclasses(result)
         leaves, self._result_spec = pytree.tree_flatten_with_path(result)
-        self._results: list[Made | Alias | Fixed] = []
+        self._results: list[NewResult | Alias | Fixed] = []
         storages: dict[int, int] = {}
         names = blocks.unique([_output_name(keys) for keys, _ in leaves])
         for name, (_, leaf) in zip(names, leaves, strict=True):
             if not isinstance(leaf, torch.Tensor):
                 self._results.append(Fixed(leaf))
-            elif blocks.storage_key(leaf) in given:
-                self._results.append(Alias(given[blocks.storage_key(leaf)], blocks.part_of(leaf)))
+            elif blocks.storage_key(leaf) in numbers:
+                self._results.append(Alias(numbers[blocks.storage_key(leaf)], blocks.part_of(leaf)))
             else:
                 storage = storages.setdefault(blocks.storage_key(leaf), len(storages))
                 size = leaf.untyped_storage().nbytes()
-                self._results.append(Made(name, storage, size, blocks.part_of(leaf)))
+                self._results.append(NewResult(name, storage, size, blocks.part_of(leaf)))
 
     def weights(self) -> dict[str, torch.Tensor]:
         current = [h.current for h in self._held]
@@ -242,11 +242,11 @@ class FunctionCall:
                 blocks.fill(view, fresh_tensor(view, seed * 1_000 + number, is_mild))
         return copies
 
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """MismatchError if the structure differs."""
-        return self.at_its_turn(self.given(args, kwargs))
+        return self.at_its_turn(self.arguments(args, kwargs))
 
-    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """`bind` without generators."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         same = spec == self._spec and all(map(_alike, leaves, self._fixed))
@@ -262,20 +262,22 @@ class FunctionCall:
             {self._names[i]: blocks.handed(self.blocks[i], tensors) for i in kind}
             for kind in (self._inputs, self._state)
         )
-        return Given(tensors, inputs, state)
+        return Arguments(tensors, inputs, state)
 
-    def at_its_turn(self, given: Given) -> Given:
-        return replace(given, state=given.state | {name: rng.state_now(name) for name in self._generators})
+    def at_its_turn(self, arguments: Arguments) -> Arguments:
+        return replace(
+            arguments, state=arguments.state | {name: rng.state_now(name) for name in self._generators}
+        )
 
     def _tensors(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
         return [*(leaves[i] for i in self._places), *(held.current for held in self._held)]
 
     def call(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
-        given = {**inputs, **state}
+        tensors = {**inputs, **state}
         numbered = dict(
             pair
             for i in (*self._inputs, *self._state)
-            for pair in blocks.spread(self.blocks[i], given[self._names[i]])
+            for pair in blocks.spread(self.blocks[i], tensors[self._names[i]])
         )
         leaves = list(self._fixed)
         for number, place in enumerate(self._places):
@@ -290,7 +292,7 @@ class FunctionCall:
         outputs = {
             kind.name: leaf
             for kind, leaf in zip(self._results, leaves, strict=True)
-            if isinstance(kind, Made)
+            if isinstance(kind, NewResult)
         }
         if not outputs and state:  # a step needs an output: the smallest state
             name = min(state, key=lambda n: state[n].numel())
@@ -323,7 +325,7 @@ class FunctionCall:
             for held, before in reversed(swapped):
                 held.holder[held.key] = before
 
-    def finish(self, given: Given, outputs: Tensors, state: Tensors) -> Any:
+    def finish(self, arguments: Arguments, outputs: Tensors, state: Tensors) -> Any:
         """Writes state back to its tensors."""
         for name in self._generators:
             rng.set_state(name, state[name])
@@ -331,21 +333,21 @@ class FunctionCall:
             for index in self._state:
                 block = self.blocks[index]
                 bytes_after = state[self._names[index]].reshape(-1).view(torch.uint8)
-                blocks.raw(given.tensors[block.parts[0][0]], block.start, block.stop).copy_(bytes_after)
+                blocks.raw(arguments.tensors[block.parts[0][0]], block.start, block.stop).copy_(bytes_after)
                 for number, _ in block.parts:
-                    if not given.tensors[number].is_inference():
-                        torch.autograd.graph.increment_version(given.tensors[number])
-            leaves = self._build(given, outputs)
+                    if not arguments.tensors[number].is_inference():
+                        torch.autograd.graph.increment_version(arguments.tensors[number])
+            leaves = self._build(arguments, outputs)
         return pytree.tree_unflatten(leaves, self._result_spec)
 
-    def _build(self, given: Given, outputs: Tensors) -> list[Any]:
+    def _build(self, arguments: Arguments, outputs: Tensors) -> list[Any]:
         storages: dict[int, torch.Tensor] = {}
         leaves: list[Any] = []
         for kind in self._results:
             if isinstance(kind, Fixed):
                 leaves.append(kind.value)
             elif isinstance(kind, Alias):
-                leaves.append(blocks.view_of(given.tensors[kind.number], kind.part))
+                leaves.append(blocks.view_of(arguments.tensors[kind.number], kind.part))
             else:
                 memory = storages.setdefault(kind.storage, torch.empty(kind.size_bytes, dtype=torch.uint8))
                 leaf = blocks.view_of(memory, kind.part)
@@ -405,27 +407,27 @@ def module_workload(
 ) -> FunctionWorkload:
     """Each request has a generator of its own."""
     function = FunctionCall(module, args, kwargs)
-    return replace(_as_step(function, function.given(args, kwargs)), step=step)
+    return replace(_as_step(function, function.arguments(args, kwargs)), step=step)
 
 
-def _as_step(function: FunctionCall, given: Given) -> FunctionWorkload:
-    example = {name: tensor.clone() for name, tensor in (given.inputs | given.state).items()}
+def _as_step(function: FunctionCall, arguments: Arguments) -> FunctionWorkload:
+    example = {name: tensor.clone() for name, tensor in (arguments.inputs | arguments.state).items()}
 
     def copies(names: Sequence[str]) -> Callable[[int], dict[str, torch.Tensor]]:
         return lambda seed: {name: example[name].clone() for name in names}
 
     def follow(first: Tensors, run: int, last: Tensors) -> dict[str, torch.Tensor]:
-        is_own = first.keys() == given.inputs.keys()
-        return dict(first) if is_own else {name: example[name].clone() for name in given.inputs}
+        is_own = first.keys() == arguments.inputs.keys()
+        return dict(first) if is_own else {name: example[name].clone() for name in arguments.inputs}
 
-    batch = next((int(t.shape[0]) for t in given.tensors if t.dim() and t.shape[0]), 1)
+    batch = next((int(t.shape[0]) for t in arguments.tensors if t.dim() and t.shape[0]), 1)
     step = Step(_name_of(function.fn), KIND, batch, 1)
     return FunctionWorkload(
         step=step,
         module=function.module,
         call=function.call,
-        make_inputs=copies(list(given.inputs)),
-        make_state=copies(list(given.state)),
+        make_inputs=copies(list(arguments.inputs)),
+        make_state=copies(list(arguments.state)),
         follow=follow,
         function=function,
     )

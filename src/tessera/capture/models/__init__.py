@@ -133,9 +133,9 @@ def from_callable(step: Step) -> Workload:
 
 def _find(name: str) -> Callable[[Step], Any]:
     module_name, _, attribute = name.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

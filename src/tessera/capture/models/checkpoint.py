@@ -301,20 +301,20 @@ def give_transformers(build: Callable[..., Any], folder: Path | None, tensors: T
     if bare and folder is None:  # a cast is no weight
         message = f"{_some(bare)} in 8-bit floats, without scales that its configuration tells of"
         raise CaptureError(message, f"{AGAIN[:-1]}, with its quantization_config.")
-    module, told = build(
+    module, report = build(
         folder,
         state_dict=None if folder else dict(tensors),
         output_loading_info=True,
         ignore_mismatched_sizes=True,
         **({"use_safetensors": True, "local_files_only": True} if folder else {}),
     )
-    unlike = {name for name, *_ in told["mismatched_keys"]}
-    for name, own in module.state_dict().items():
+    unlike = {name for name, *_ in report["mismatched_keys"]}
+    for name, tensor in module.state_dict().items():
         # Other dtypes are cast silently.
         is_plain = getattr(module.config, "quantization_config", None) is None
-        if name in tensors and own.is_floating_point() and _is_whole(tensors[name]) and is_plain:
+        if name in tensors and tensor.is_floating_point() and _is_whole(tensors[name]) and is_plain:
             unlike.add(name)
-    return Filled(module, tuple(told["missing_keys"]), tuple(unlike))
+    return Filled(module, tuple(report["missing_keys"]), tuple(unlike))
 
 
 def _is_whole(tensor: Any) -> bool:

@@ -153,17 +153,17 @@ class Denoiser:
     def _call(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
         latents, now, after = state["latents"], inputs["sigmas"][0], inputs["sigmas"][1]
         scale = 1.0 if self._is_packed and not self._is_video else 1000.0
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             self._latents: torch.cat([latents, latents]) if self._guidance else latents,
             "timestep": (now * scale).expand(self._num_rows),
         }
         for name, tensor in inputs.items():
             word, _, key = name.partition(".")
             if key:
-                given.setdefault(word, {})[key] = tensor
+                arguments.setdefault(word, {})[key] = tensor
             elif name != "sigmas":
-                given[name] = tensor
-        predicted = self._module(**given, **self._fixed, return_dict=False)[0]
+                arguments[name] = tensor
+        predicted = self._module(**arguments, **self._fixed, return_dict=False)[0]
         channels = self._channel_dim
         if predicted.shape[channels] > latents.shape[channels]:  # the rest are variances
             predicted = predicted.narrow(channels, 0, latents.shape[channels])

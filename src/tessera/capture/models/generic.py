@@ -68,13 +68,13 @@ def generic_workload(model: Any, step: Step) -> Workload:
     options = {"use_cache": False} if "use_cache" in parameters else {}
     for name in examples.read_inputs(step.inputs) if step.inputs else ():
         if name not in parameters:
-            known = f"It takes: {', '.join(parameters)}."
-            raise CaptureError(f"the model takes no '{name}'", known, step.inputs)
+            remedy = f"It takes: {', '.join(parameters)}."
+            raise CaptureError(f"the model takes no '{name}'", remedy, step.inputs)
 
     def call(inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
         with traced(), attributes_kept(model):
-            made = part(**inputs, **options)
-            return flatten(made) if is_call else {ENCODED: made[0]}
+            result = part(**inputs, **options)
+            return flatten(result) if is_call else {ENCODED: result[0]}
 
     def make(seed: int) -> dict[str, torch.Tensor]:
         if step.inputs:
@@ -88,25 +88,25 @@ def takes(part: Callable[..., Any], name: str) -> bool:
     return name in inspect.signature(getattr(part, "forward", part)).parameters
 
 
-def taken(part: Callable[..., Any], *names: str) -> str:
+def parameter_of(part: Callable[..., Any], *names: str) -> str:
     """The first of the names that it takes; "": none."""
     return next((name for name in names if takes(part, name)), "")
 
 
-def flatten(made: Any) -> dict[str, torch.Tensor]:
-    open_dataclasses(made)
-    leaves, _ = pytree.tree_flatten_with_path(made)
+def flatten(result: Any) -> dict[str, torch.Tensor]:
+    open_dataclasses(result)
+    leaves, _ = pytree.tree_flatten_with_path(result)
     return {path(keys) or "output": leaf for keys, leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
 @contextmanager
 def attributes_kept(
-    model: torch.nn.Module, given: Tensors | None = None
+    model: torch.nn.Module, tensors: Tensors | None = None
 ) -> Iterator[Callable[[], dict[str, torch.Tensor]]]:
     """Tensors that a call leaves in attributes are restored; yields a function returning them."""
     parts = dict(model.named_modules())
     before = {path: dict(vars(part)) for path, part in parts.items()}
-    for name, tensor in (given or {}).items():
+    for name, tensor in (tensors or {}).items():
         path, _, key = name.rpartition(".")
         parts[path].__dict__[key] = tensor
 
@@ -144,23 +144,23 @@ def forward(
     inputs: Tensors,
     pick: Callable[[torch.Tensor], torch.Tensor] | None = None,
     is_pair: bool = False,
-    **given: Any,
+    **arguments: Any,
 ) -> Any:
     """`pick` selects the hidden states for the head."""
     prefix, positions = "decoder_" if is_pair else "", inputs.get("positions")
     if "rotary" in inputs:
-        given |= {"inputs_embeds": embedded(model, inputs), "position_ids": inputs["rotary"]}
+        arguments |= {"inputs_embeds": embedded(model, inputs), "position_ids": inputs["rotary"]}
     else:
-        given[f"{prefix}input_ids"] = inputs["tokens"]
-        name = taken(model, f"{prefix}position_ids", "position_ids")
+        arguments[f"{prefix}input_ids"] = inputs["tokens"]
+        name = parameter_of(model, f"{prefix}position_ids", "position_ids")
         if name and positions is not None:
-            given[name] = positions
+            arguments[name] = positions
     if positions is not None and takes(model, "cache_position"):
-        given["cache_position"] = positions[0]
+        arguments["cache_position"] = positions[0]
     if cache[0]:
-        given[cache[0]] = cache[1]
+        arguments[cache[0]] = cache[1]
     with head_reads(model, pick) as is_picked:
-        result = model(**given, use_cache=True)
+        result = model(**arguments, use_cache=True)
     logits = getattr(result, "logits", None)
     if pick is not None and not is_picked and isinstance(logits, torch.Tensor) and logits.dim() == 3:
         result.logits = pick(logits)
@@ -205,9 +205,9 @@ class CachedSteps:
         self._is_prefill = step.kind == "prefill"
         self._capacity = check_length(self._config, step)
         self._tokens = "decoder_input_ids" if self._is_pair else "input_ids"
-        self._positions = taken(model, "decoder_position_ids", "position_ids")
-        self._mask = taken(model, "decoder_attention_mask", "attention_mask")
-        self._cache = taken(model, *CACHES)
+        self._positions = parameter_of(model, "decoder_position_ids", "position_ids")
+        self._mask = parameter_of(model, "decoder_attention_mask", "attention_mask")
+        self._cache = parameter_of(model, *CACHES)
         self._encoded = self._encode() if self._is_pair else None
         self._picture: int | None = None
         self._num_seen = self._count_seen() if self._is_prefill else 0
@@ -269,10 +269,10 @@ class CachedSteps:
         ) from errors[0]
 
     def _learn_with(self, cache: Any) -> None:
-        own = getattr(cache, "self_attention_cache", cache)
-        self._has_rows = own is not None and own.has_rows
-        self._only_recurs = own is not None and not own.has_positions and bool(self._mask)
-        self._has_positions = bool(self._positions) or (own is not None and own.has_positions)
+        rows = getattr(cache, "self_attention_cache", cache)
+        self._has_rows = rows is not None and rows.has_rows
+        self._only_recurs = rows is not None and not rows.has_positions and bool(self._mask)
+        self._has_positions = bool(self._positions) or (rows is not None and rows.has_positions)
         num = min(NUM_LEARNED, self._step.context) if cache is not None else max(1, self._step.context - 1)
         first, following = self._first_tokens(num)
         empty = ModelMemory(cache, {})
@@ -293,7 +293,7 @@ class CachedSteps:
             start = torch.zeros((self._step.batch, 1), dtype=torch.long)
             first = {**self._tokens_at(start, num, random), "last": start[:, 0] + num - 1}
             following = self._tokens_at(start + num, 1, random)
-        return [{n: t.to(self._model.device) for n, t in made.items()} for made in (first, following)]
+        return [{n: t.to(self._model.device) for n, t in inputs.items()} for inputs in (first, following)]
 
     def _step_on(self, memory: ModelMemory, inputs: Tensors) -> tuple[Any, ModelMemory]:
         cache = memory.cache
@@ -313,29 +313,29 @@ class CachedSteps:
         last = inputs.get("last")
         if self._has_positions and hasattr(cache, "begin"):
             cache.begin(inputs["positions"], last)
-        given: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         if self._is_pair:
             from transformers.modeling_outputs import BaseModelOutput
 
-            given["encoder_outputs"] = BaseModelOutput(last_hidden_state=inputs[ENCODED])
+            arguments["encoder_outputs"] = BaseModelOutput(last_hidden_state=inputs[ENCODED])
         if PIXELS in inputs:
-            given[PIXELS] = inputs[PIXELS]
+            arguments[PIXELS] = inputs[PIXELS]
         if "mask" in inputs:
-            given[self._mask] = inputs["mask"]
+            arguments[self._mask] = inputs["mask"]
         elif self._has_mask and self._mask:
             size = (self._step.batch, self._capacity)
-            given[self._mask] = torch.ones(size, dtype=torch.long, device=inputs["tokens"].device)
+            arguments[self._mask] = torch.ones(size, dtype=torch.long, device=inputs["tokens"].device)
 
         def pick(hidden: torch.Tensor) -> torch.Tensor:
             return newest(hidden, last)[:, None] if self._has_rows and last is not None else hidden[:, -1:]
 
         is_latent = last is None and self._has_rows and not self._is_pair
         with row_masks(), row_latents(self._model) if is_latent else nullcontext():
-            return forward(self._model, (self._cache, cache), inputs, pick, self._is_pair, **given)
+            return forward(self._model, (self._cache, cache), inputs, pick, self._is_pair, **arguments)
 
     def _call(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
-        given = state if self._is_carried else {n.removeprefix(BEFORE): t for n, t in inputs.items()}
-        memory = exchanged(self._template, given)
+        tensors = state if self._is_carried else {n.removeprefix(BEFORE): t for n, t in inputs.items()}
+        memory = exchanged(self._template, tensors)
         if self._is_prefill and "last" not in inputs and self._has_positions:
             inputs = {**inputs, "last": torch.full_like(inputs["tokens"][:, 0], self._step.context - 1)}
         result, memory = self._step_on(memory, inputs)
@@ -439,12 +439,12 @@ class CachedSteps:
         return inputs
 
 
-def _results(made: Any, cache: str) -> dict[str, torch.Tensor]:
-    logits = getattr(made, "logits", None)
+def _results(result: Any, cache: str) -> dict[str, torch.Tensor]:
+    logits = getattr(result, "logits", None)
     if isinstance(logits, torch.Tensor) and logits.dim() == 3:
         newest_logits = logits[:, -1]
         return {"logits": newest_logits, "next_tokens": newest_logits.argmax(-1)}
-    return {n: t for n, t in flatten(made).items() if not n.startswith((cache, "encoder_"))}
+    return {n: t for n, t in flatten(result).items() if not n.startswith((cache, "encoder_"))}
 
 
 @contextmanager
@@ -500,11 +500,11 @@ def _short(path: tuple[str, ...]) -> str:
 
 
 def tensors_of(cache: Any) -> list[tuple[str, torch.Tensor]]:
-    found: dict[int, tuple[str, torch.Tensor]] = {}
+    tensors: dict[int, tuple[str, torch.Tensor]] = {}
     for name, leaf in _leaves(cache):
         if isinstance(leaf, torch.Tensor):
-            found.setdefault(id(leaf), (name, leaf))
-    return list(found.values())
+            tensors.setdefault(id(leaf), (name, leaf))
+    return list(tensors.values())
 
 
 def exchanged(cache: Any, tensors: Tensors) -> Any:

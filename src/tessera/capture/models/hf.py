@@ -65,15 +65,15 @@ def config_of(folder: Path) -> Any:
         settings = {name: value for name, value in settings.items() if name not in PACKINGS}
         for inner in (value for value in settings.values() if isinstance(value, dict)):
             inner.pop(PACKINGS[0], None)
-    known = _transformers().CONFIG_MAPPING
+    families = _transformers().CONFIG_MAPPING
     family = settings.get("model_type")
-    if not isinstance(family, str) or family not in known:
+    if not isinstance(family, str) or family not in families:
         remedy = "Use a configuration of a model type that transformers knows."
         raise CaptureError(
             f"transformers knows no model_type {family!r}", remedy, str(folder / "config.json")
         )
     with checkpoint.blamed(folder):
-        config = known[family].from_dict(settings)
+        config = families[family].from_dict(settings)
         steps_of(config)  # refuses unknown classes
     return config
 
@@ -87,8 +87,8 @@ def model_class(config: Any) -> Any:
     for name in _AUTO[0 if config.is_encoder_decoder else 2 :]:
         kinds = getattr(library, name)._model_mapping
         if type(config) in kinds:
-            found = kinds[type(config)]
-            return found[0] if isinstance(found, tuple) else found
+            choice = kinds[type(config)]
+            return choice[0] if isinstance(choice, tuple) else choice
     raise CaptureError(
         f"transformers has no model for a {config.model_type}",
         "Name its class in config.json, under architectures.",
@@ -212,14 +212,14 @@ def _give_packed(
     with torch.device("meta"):
         shapes = {name: tuple(tensor.shape) for name, tensor in make().state_dict().items()}
     is_outline = not checkpoint.has_values()
-    given = packed_tensors(tensors, packing, dtype, shapes, is_outline)
+    weights = packed_tensors(tensors, packing, dtype, shapes, is_outline)
     try:
         if not is_outline:
-            return give(given)
+            return give(weights)
         with unset_fake_temporarily(), torch.device("cpu"):
-            filled = give(given)
+            filled = give(weights)
     finally:
-        for error in (t.error for t in given.values() if isinstance(t, Unread) and t.error):
+        for error in (t.error for t in weights.values() if isinstance(t, Unread) and t.error):
             raise error
     return replace(filled, module=put_packed(make(), filled.module))
 

@@ -136,7 +136,7 @@ def _called(layers: dict[str, torch.nn.Linear]) -> Iterator[list[tuple[str, torc
     inputs: list[tuple[str, torch.Tensor, int]] = []
 
     def note(path: str) -> Callable[[torch.nn.Module, Any], None]:
-        return lambda _, given: inputs.append((path, given[0], given[0]._version))
+        return lambda _, args: inputs.append((path, args[0], args[0]._version))
 
     with ExitStack() as stack:
         for path, layer in layers.items():

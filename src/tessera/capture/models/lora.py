@@ -109,22 +109,22 @@ def add_adapters(model: Any, folders: Sequence[str]) -> None:
         place = next(folder for folder, adapter in zip(folders, adapters, strict=True) if path in adapter)
         base = _layer(model, path, place)
         outputs, inputs = base.weight.shape
-        given = [adapter.get(path) for adapter in adapters]
-        rank = max(pair[0].shape[0] for pair in given if pair)
+        pairs = [adapter.get(path) for adapter in adapters]
+        max_rank = max(pair[0].shape[0] for pair in pairs if pair)
         like = {"dtype": base.weight.dtype, "device": base.weight.device}
-        down = torch.zeros(len(adapters), rank, inputs, **like)
-        up = torch.zeros(len(adapters), outputs, rank, **like)
-        for number, (pair, folder) in enumerate(zip(given, folders, strict=True)):
+        down = torch.zeros(len(adapters), max_rank, inputs, **like)
+        up = torch.zeros(len(adapters), outputs, max_rank, **like)
+        for number, (pair, folder) in enumerate(zip(pairs, folders, strict=True)):
             if pair is None:
                 continue
-            own = len(pair[0])
-            if pair[0].shape != (own, inputs) or pair[1].shape != (outputs, own):
+            rank = len(pair[0])
+            if pair[0].shape != (rank, inputs) or pair[1].shape != (outputs, rank):
                 shapes = f"{tuple(pair[0].shape)} and {tuple(pair[1].shape)}"
                 message = (
                     f"its matrices of {path} have the shapes {shapes}; the layer is {outputs} x {inputs}"
                 )
                 raise CaptureError(message, "Use an adapter of this base model.", folder)
-            down[number, :own], up[number, :, :own] = pair
+            down[number, :rank], up[number, :, :rank] = pair
         model.set_submodule(path, AdaptedLinear(path, base, choice, down, up))
 
 
@@ -172,8 +172,8 @@ def _read(folder: Path) -> dict[str, Pair]:
 def _scale(config: Mapping[str, Any], path: str, rank: int, folder: Path) -> float:
     patterns, alpha = config.get("alpha_pattern") or {}, None
     with suppress(re.error, AttributeError):
-        own = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", path))
-        alpha = next(own, config.get("lora_alpha", 8))
+        alphas = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", path))
+        alpha = next(alphas, config.get("lora_alpha", 8))
     if not isinstance(alpha, int | float) or not math.isfinite(alpha) or rank < 1:
         message = f"{path} has no scale by lora_alpha, alpha_pattern = {patterns} and rank {rank}"
         raise CaptureError(message, "Correct adapter_config.json.", str(folder))

@@ -95,7 +95,7 @@ def _integer(config: Mapping[str, Any]) -> Packing:
     method, bits = str(config["quant_method"]), config.get("bits", 4)
     dynamic = (config.get("dynamic") or {}).items()
     others = tuple((key.removeprefix("+:"), (value or {}).get("bits", bits)) for key, value in dynamic)
-    for each in (bits, *(own for _, own in others)):
+    for each in (bits, *(layer_bits for _, layer_bits in others)):
         if each not in ((4,) if method == "awq" else (4, 8)):
             raise _Unsupported(f"{method.upper()} {each}-bit")
     layouts = ("gemm",) if method == "awq" else ("gptq", "gptq_v2")
@@ -180,11 +180,11 @@ class PackedWeight(torch.Tensor):
         shape = [*codes.shape[:-1], num_columns(codes, code.format, code.block)]
         if code.is_turned:
             shape[-2:] = shape[:-3:-1]
-        made: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)
-        made.code = code
+        weight: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)
+        weight.code = code
         for name in ("codes", "scales", "zeros", "order"):
-            setattr(made, name, parts.get(name))
-        return made  # type: ignore[no-any-return]
+            setattr(weight, name, parts.get(name))
+        return weight  # type: ignore[no-any-return]
 
     @property
     def parts(self) -> dict[str, torch.Tensor]:
@@ -240,8 +240,8 @@ def _linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = N
     if weight.code.is_turned or weight.dim() != 2:
         _refuse("linear with an exchanged or stacked weight")
     p = weight.parts
-    given = p["codes"], p["scales"], p.get("zeros"), p.get("order"), bias
-    out: torch.Tensor = torch.ops.tessera.packed_linear(x, *given, weight.code.format, weight.code.block)
+    operands = p["codes"], p["scales"], p.get("zeros"), p.get("order"), bias
+    out: torch.Tensor = torch.ops.tessera.packed_linear(x, *operands, weight.code.format, weight.code.block)
     return out
 
 
@@ -253,8 +253,8 @@ def _grouped(x: torch.Tensor, weight: PackedWeight, *, offs: torch.Tensor, **_: 
         rows = torch.arange(len(x), dtype=offs.dtype, device=x.device)
         expert = torch.searchsorted(offs, rows, right=True).clamp_max(len(weight) - 1)
         x = x.gather(1, weight.order[expert])
-    given = p["codes"], p["scales"], p.get("zeros"), offs
-    out: torch.Tensor = torch.ops.tessera.packed_grouped(x, *given, weight.code.format, weight.code.block)
+    operands = p["codes"], p["scales"], p.get("zeros"), offs
+    out: torch.Tensor = torch.ops.tessera.packed_grouped(x, *operands, weight.code.format, weight.code.block)
     return out
 
 
@@ -293,8 +293,8 @@ def _joined(tensors: Sequence[PackedWeight], dim: int = 0, *, is_new: bool = Fal
         same = torch.arange(first.shape[-1], device=first.device)
         order = torch.stack([same if t.order is None else t.order for t in tensors])
         code = replace(code, orders=tuple(digest for t in tensors for digest in t.code.orders or ("",)))
-    made = {n: join([p[n] for p in parts], dim) for n in parts[0] if n != "order"}
-    return PackedWeight(code, first.dtype, **made, order=order)
+    joined = {n: join([p[n] for p in parts], dim) for n in parts[0] if n != "order"}
+    return PackedWeight(code, first.dtype, **joined, order=order)
 
 
 def _rows(tensor: PackedWeight, dim: int = 0, start: int | None = 0, end: int | None = None) -> PackedWeight:
@@ -360,8 +360,8 @@ def put_packed(model: torch.nn.Module, source: torch.nn.Module) -> torch.nn.Modu
 
     for name, weight in source.named_parameters():
         if isinstance(weight, PackedWeight):
-            owner, _, own = name.rpartition(".")
-            setattr(model.get_submodule(owner), own, torch.nn.Parameter(weight.each(empty)))
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, torch.nn.Parameter(weight.each(empty)))
     return model
 
 
@@ -387,9 +387,9 @@ def packed_tensors(
             del result[part]
         target = base + renamed
         bits = next((bits for pattern, bits in packing.others if re.match(pattern, base)), packing.bits)
-        own = replace(packing, bits=bits)
-        given = target, types, partial(read, packing=own, dtype=dtype), tensors[name], parts
-        result[target] = Unread(partial(_read, *given, shapes.get(target), is_outline))
+        layer_packing = replace(packing, bits=bits)
+        arguments = target, types, partial(read, packing=layer_packing, dtype=dtype), tensors[name], parts
+        result[target] = Unread(partial(_read, *arguments, shapes.get(target), is_outline))
     return result
 
 
@@ -402,29 +402,29 @@ def _read(
     if tensor.dtype not in types or tensor.dim() < 2:
         raise CaptureError(f"{name} is packed as {tuple(tensor.shape)} of {tensor.dtype}", AGAIN)
     try:
-        made = read(tensor, held)
+        packed = read(tensor, held)
     except (RuntimeError, LookupError, ZeroDivisionError) as error:
         raise CaptureError(f"{name} cannot be unpacked: {first_line(error)}", AGAIN) from error
-    form, block = made.code.format, made.code.block
-    rows = made.codes.shape[-2], num_columns(made.codes, form, block)
-    blocks = [*made.codes.shape[:-2], *(-(-n // b) for n, b in zip(rows, block, strict=True))]
-    for part in (made.scales, made.zeros):
+    form, block = packed.code.format, packed.code.block
+    rows = packed.codes.shape[-2], num_columns(packed.codes, form, block)
+    blocks = [*packed.codes.shape[:-2], *(-(-n // b) for n, b in zip(rows, block, strict=True))]
+    for part in (packed.scales, packed.zeros):
         if part is not None and list(part.shape) != blocks:
             message = f"{name} has scales or zeros of shape {list(part.shape)}, where {blocks} fits"
             raise CaptureError(message, AGAIN)
-    if made.scales.is_floating_point() != (form != "mxfp4"):
-        raise CaptureError(f"{name} has scales of {made.scales.dtype}", AGAIN)
+    if packed.scales.is_floating_point() != (form != "mxfp4"):
+        raise CaptureError(f"{name} has scales of {packed.scales.dtype}", AGAIN)
     if is_outline:
-        made = made.each(lambda part: part.to("meta"))
-    if packing.can_tile(made.codes, made.scales, form, block):
-        codes, scales, tiled, block = packing.tile(made.codes, made.scales, made.zeros, form, block)
-        code = replace(made.code, format=tiled, block=block)
-        made = PackedWeight(code, made.dtype, codes=codes, scales=scales, order=made.order)
-    exchanged = [*made.shape[:-2], *made.shape[:-3:-1]]
+        packed = packed.each(lambda part: part.to("meta"))
+    if packing.can_tile(packed.codes, packed.scales, form, block):
+        codes, scales, tiled, block = packing.tile(packed.codes, packed.scales, packed.zeros, form, block)
+        code = replace(packed.code, format=tiled, block=block)
+        packed = PackedWeight(code, packed.dtype, codes=codes, scales=scales, order=packed.order)
+    exchanged = [*packed.shape[:-2], *packed.shape[:-3:-1]]
     # Square experts of MXFP4 (gpt-oss) are exchanged too.
-    is_sure = list(made.shape) != exchanged or form == "mxfp4"
+    is_sure = list(packed.shape) != exchanged or form == "mxfp4"
     is_exchanged = shape is not None and list(shape) == exchanged and is_sure
-    return _turned(made, -2, -1) if is_exchanged else made
+    return _turned(packed, -2, -1) if is_exchanged else packed
 
 
 def _bytes(words: torch.Tensor) -> torch.Tensor:
@@ -466,8 +466,8 @@ def _integers(
 
 
 def _columns(columns: int, groups: int, packing: Packing) -> int:
-    is_told = packing.group and -(-columns // packing.group) == groups
-    return packing.group if is_told else columns // groups
+    is_size = packing.group and -(-columns // packing.group) == groups
+    return packing.group if is_size else columns // groups
 
 
 def _gptq(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.dtype) -> PackedWeight:

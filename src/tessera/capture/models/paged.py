@@ -173,13 +173,13 @@ def _first_line(error: Exception) -> str:
 
 
 def _cache_name(model: Any) -> str:
-    return generic.taken(model, *generic.CACHES[:2])
+    return generic.parameter_of(model, *generic.CACHES[:2])
 
 
 def _try(model: Any, kind: str, selects: bool) -> StepLayout:
     cache = (PackedCache if kind == FLAT else PagedCache)(model.config)
-    if kind not in PACKED and (own := _own_cache(model)) is not None:
-        cache.adopt(own)
+    if kind not in PACKED and (model_cache := _own_cache(model)) is not None:
+        cache.adopt(model_cache)
     needs_positions = kind not in GATHERED and bool(cache.paged) and not generic.takes(model, "position_ids")
     cache.counts_tokens = needs_positions and kind == FLAT
     num = 2 * NUM_TRIED if kind in PACKED else NUM_TRIED
@@ -239,18 +239,18 @@ def _check_logits(model: Any, layout: StepLayout) -> None:
     state = generic.placed(model, lambda: workload.make_state(0))
     state = {name: torch.zeros_like(t, dtype=_widened(t.dtype)) for name, t in state.items()}
     random = torch.Generator().manual_seed(0)
-    made = generic.placed(model, lambda: {"tokens": make_tokens(model.config, (NUM_TRIED, 3), random)})
+    prompts = generic.placed(model, lambda: {"tokens": make_tokens(model.config, (NUM_TRIED, 3), random)})
     plain_choices = generic.placed(model, partial(greedy_choices, model, step))
     make = partial(_make_inputs, model, step, layout.kind, seed=0, has_rows=bool(layout.rows))
     with generic.apart(model), _Widened(), torch.backends.cudnn.flags(enabled=False):  # cuDNN rounds to TF32
         for first, last in parts:
             inputs = generic.placed(model, partial(make, [(last, last - first)] * NUM_TRIED))
-            read = made["tokens"][:, first:last].flatten()
+            read = prompts["tokens"][:, first:last].flatten()
             inputs["tokens"][: len(read)] = read
             for name in inputs.keys() & {"is_image", "adapters"}:  # the plain forward has neither
                 inputs[name].zero_()
             logits = workload.run({**inputs, **plain_choices}, state)["logits"]
-        plain = model(input_ids=made["tokens"], use_cache=False).logits[:, -1]
+        plain = model(input_ids=prompts["tokens"], use_cache=False).logits[:, -1]
     if not plain.isfinite().all():
         raise CaptureError("its weights give no finite logits", f"{AGAIN[:-1]}, or correct config.json.")
     error = float((logits - plain).abs().max() / plain.abs().max())
@@ -265,15 +265,15 @@ class _Widened(TorchFunctionMode):
         return func(*_widened(args), **_widened(kwargs or {}))
 
 
-def _widened(given: Any) -> Any:
-    kind = type(given)
+def _widened(argument: Any) -> Any:
+    kind = type(argument)
     if kind in (tuple, list):
-        return kind(map(_widened, given))
+        return kind(map(_widened, argument))
     if kind is dict:
-        return {name: _widened(value) for name, value in given.items()}
+        return {name: _widened(value) for name, value in argument.items()}
     if kind in (torch.Tensor, torch.nn.Parameter):  # packed weights widen in their products
-        return given.float() if given.dtype in HALF_TYPES else given
-    return torch.float32 if isinstance(given, torch.dtype) and given in HALF_TYPES else given
+        return argument.float() if argument.dtype in HALF_TYPES else argument
+    return torch.float32 if isinstance(argument, torch.dtype) and argument in HALF_TYPES else argument
 
 
 def _describe_layout(kind: str, memory: ModelMemory) -> StepLayout:
@@ -337,10 +337,10 @@ def _table(model: Any, kind: str, step: Step, inputs: Tensors, group: int) -> Pa
 
 def _logits(model: Any, kind: str, inputs: Tensors, cache: PagedCache, tables: PageTables) -> torch.Tensor:
     by_row = kind != FLAT
-    given = {name: inputs[name] for name in ("tokens", "positions", "is_image", "image") if name in inputs}
-    given = {name: tensor[:, None] if by_row else tensor[None] for name, tensor in given.items()}
+    tensors = {name: inputs[name] for name in ("tokens", "positions", "is_image", "image") if name in inputs}
+    tensors = {name: tensor[:, None] if by_row else tensor[None] for name, tensor in tensors.items()}
     if "rotary" in inputs:
-        given["rotary"] = inputs["rotary"][:, None]
+        tensors["rotary"] = inputs["rotary"][:, None]
     newest = (inputs["query_starts"][1:] - 1).clamp_min(0) if kind in PACKED else None
     pick = None if newest is None else lambda hidden: hidden[newest] if by_row else hidden[:, newest]
     more: dict[str, Any] = {}
@@ -348,8 +348,8 @@ def _logits(model: Any, kind: str, inputs: Tensors, cache: PagedCache, tables: P
         if tables.seen is not None:  # biases may follow it
             more["attention_mask"] = (tables.seen >= 0).long()
         elif cache.counts_tokens:  # a mask of its own would have the counted length
-            more["attention_mask"] = torch.ones_like(given["tokens"])
-    logits: torch.Tensor = generic.forward(model, (_cache_name(model), cache), given, pick, **more).logits
+            more["attention_mask"] = torch.ones_like(tensors["tokens"])
+    logits: torch.Tensor = generic.forward(model, (_cache_name(model), cache), tensors, pick, **more).logits
     return logits[:, -1] if by_row else logits[0]
 
 
@@ -383,9 +383,9 @@ def max_positions(model: Any) -> int:
     limits += [module.index_topk for module in model.modules() if is_indexer(module)]
     limits += [chunk] if (chunk := chunk_of(config)) else []
     rotary = getattr(config, "rope_parameters", None) or {}
-    for found in (rotary, *(x for x in rotary.values() if isinstance(x, dict))):
-        if found.get("rope_type") == "longrope":  # longer sequences have other frequencies
-            limits.append(found["original_max_position_embeddings"])
+    for settings in (rotary, *(x for x in rotary.values() if isinstance(x, dict))):
+        if settings.get("rope_type") == "longrope":  # longer sequences have other frequencies
+            limits.append(settings["original_max_position_embeddings"])
     return min(limits, default=0)
 
 
@@ -432,8 +432,8 @@ class PagedSteps:
         memory = generic.exchanged(self._layout.memory, held)
         tokens, newest = inputs["tokens"], state[NEWEST]
         tokens = torch.where(tokens < 0, newest[(-1 - tokens).clamp_min(0)], tokens)
-        layout, given = self._layout, {**inputs, "tokens": tokens}
-        logits, after = _run(self._model, layout.kind, layout.selects, self._step, memory, given)
+        inputs, layout = {**inputs, "tokens": tokens}, self._layout
+        logits, after = _run(self._model, layout.kind, layout.selects, self._step, memory, inputs)
         for name, tensor in generic.tensors_of(after):
             if tensor is not held[name]:
                 held[name].copy_(tensor)

@@ -174,11 +174,11 @@ class PagedCache(StaticCache):  # type: ignore[misc]
         # A model that takes no positions adds the number of earlier tokens to those of a call.
         self.counts_tokens = self.is_counted = False
 
-    def adopt(self, own: Any) -> None:
-        """A model that insists on its own class gets it, with what it keeps by row beside the pages."""
-        self._adopted = [name for name in vars(own) if name not in vars(self)]
-        self.__dict__ |= {name: vars(own)[name] for name in self._adopted}
-        self.__class__ = type(type(own).__name__, (type(self), type(own)), {})
+    def adopt(self, cache: Any) -> None:
+        """Takes the class of a model's own cache, and what that keeps by row, beside the pages."""
+        self._adopted = [name for name in vars(cache) if name not in vars(self)]
+        self.__dict__ |= {name: vars(cache)[name] for name in self._adopted}
+        self.__class__ = type(type(cache).__name__, (type(self), type(cache)), {})
 
     def adopted(self) -> dict[str, Any]:
         return {name: vars(self)[name] for name in self._adopted}
@@ -225,9 +225,9 @@ class PagedCache(StaticCache):  # type: ignore[misc]
         most = max(min(map(len, by_window.values()), default=0), -(-len(layers) // (MAX_GROUPS - 1)))
         windows: list[int] = []
         shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for window, found in sorted(by_window.items()):
-            num = -(-len(found) // most)
-            for place, layer in enumerate(found):
+        for window, members in sorted(by_window.items()):
+            num = -(-len(members) // most)
+            for place, layer in enumerate(members):
                 layer.group = len(windows) + place % num
                 layer.keys, layer.values = shared.setdefault(place // num, (layer.keys, layer.values))
             windows += [window] * num
@@ -266,9 +266,9 @@ class PackedCache(PagedCache):
 
 
 class PageMask:
-    def __init__(self, **given: Any) -> None:
-        self._rule, self._window = given["mask_function"], given.get("local_size") or 0
-        self._chunk = chunk_of(given.get("config"))
+    def __init__(self, **options: Any) -> None:
+        self._rule, self._window = options["mask_function"], options.get("local_size") or 0
+        self._chunk = chunk_of(options.get("config"))
 
     @cached_property
     def window(self) -> int:
@@ -345,20 +345,20 @@ def exchanged_attention(model: torch.nn.Module, cache: PagedCache, is_dense: boo
     latent = [] if is_dense else latent_modules(model)
     masks = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
 
-    def plain(module: Any, *given: Any, **options: Any) -> tuple[torch.Tensor, None]:
-        return attend_pages(cache, *given, **options)
+    def plain(module: Any, *args: Any, **options: Any) -> tuple[torch.Tensor, None]:
+        return attend_pages(cache, *args, **options)
 
-    def mix(latents: torch.Tensor, tail: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
-        return attend_pages(cache, latents, *given, **{**options, "query_tail": tail})[0]
+    def mix(latents: torch.Tensor, tail: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        return attend_pages(cache, latents, *args, **{**options, "query_tail": tail})[0]
 
     def dense_mask(mask_function: Any, dtype: torch.dtype = torch.float32, **_: Any) -> torch.Tensor:
         tables = cache.paged[0].tables
         assert tables is not None
         assert tables.seen is not None
-        now, there = tables.positions[:, None, None, None], tables.seen[:, None, None]
+        now, key_positions = tables.positions[:, None, None, None], tables.seen[:, None, None]
         rows = torch.arange(len(now), device=now.device)[:, None, None, None]
-        seen = mask_function(rows, torch.zeros_like(rows[:1]), now, there)
-        return additive(~(seen & (there >= 0)), dtype)
+        seen = mask_function(rows, torch.zeros_like(rows[:1]), now, key_positions)
+        return additive(~(seen & (key_positions >= 0)), dtype)
 
     make_mask = dense_mask if is_dense else PageMask
     with ExitStack() as stack:

@@ -139,8 +139,8 @@ def _delta(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     state = states.recurrent_state((value.shape[2], key.shape[3], value.shape[3]), value)
     decay = g if g.dim() == 4 else g[..., None]
-    given = (t[0] for t in (value, query, key, decay, beta))
-    out = torch.ops.tessera.delta_scan(*given, state, states.starts, states.rows, use_qk_l2norm_in_kernel)
+    operands = (t[0] for t in (value, query, key, decay, beta))
+    out = torch.ops.tessera.delta_scan(*operands, state, states.starts, states.rows, use_qk_l2norm_in_kernel)
     return out[None], state
 
 

@@ -154,9 +154,9 @@ class CrossLayer(RowLayer):
 
 class RowPairCache(cache_utils.EncoderDecoderCache):  # type: ignore[misc]
     def __init__(self, config: Any, capacity: int) -> None:
-        own = RowCache(config, capacity)
-        across = cache_utils.Cache(layers=[CrossLayer(0, False) for _ in own.layers])
-        super().__init__(own, across)
+        decoder = RowCache(config, capacity)
+        encoder = cache_utils.Cache(layers=[CrossLayer(0, False) for _ in decoder.layers])
+        super().__init__(decoder, encoder)
 
     def begin(self, positions: torch.Tensor | None, last: torch.Tensor | None) -> None:
         self.self_attention_cache.begin(positions, last)
@@ -181,14 +181,14 @@ def row_mask(
     now = q_offset[:, None, None, None]
     if q_length > 1:
         now = now + torch.arange(q_length, device=device)[:, None]
-    there = torch.arange(kv_length, device=device)
+    key_positions = torch.arange(kv_length, device=device)
     is_ring = local_size is not None and q_length == 1
     if is_ring:  # newest position in each slot
-        there = now - (now - there) % kv_length
+        key_positions = now - (now - key_positions) % kv_length
     rows = torch.arange(batch_size, device=device)[:, None, None, None]
-    seen = mask_function(rows, torch.zeros_like(rows[:1]), now, there)
+    seen = mask_function(rows, torch.zeros_like(rows[:1]), now, key_positions)
     if is_ring:
-        seen = seen & (there >= 0)
+        seen = seen & (key_positions >= 0)
     return additive(~seen.expand(batch_size, 1, q_length, kv_length), dtype)
 
 
@@ -204,9 +204,10 @@ def row_masks() -> Iterator[None]:
     mapping = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
 
     def choose(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def make(**given: Any) -> Any:
-            is_by_row = isinstance(given.get("q_offset"), torch.Tensor) and given["q_offset"].dim() == 1
-            return row_mask(**given) if is_by_row else plain(**given)
+        def make(**options: Any) -> Any:
+            offset = options.get("q_offset")
+            is_by_row = isinstance(offset, torch.Tensor) and offset.dim() == 1
+            return row_mask(**options) if is_by_row else plain(**options)
 
         return make
 
@@ -236,14 +237,14 @@ def attention_of(plain: Callable[..., Any], mix: Callable[..., Any], latent: Seq
     """
 
     def attend(
-        module: Any, query: torch.Tensor, key: Any, value: Any, mask: Any = None, **given: Any
+        module: Any, query: torch.Tensor, key: Any, value: Any, mask: Any = None, **options: Any
     ) -> tuple[torch.Tensor, None]:
         if not any(module is one for one in latent):
-            return plain(module, query, key, value, mask, **given)  # type: ignore[no-any-return]
+            return plain(module, query, key, value, mask, **options)  # type: ignore[no-any-return]
         heads, size = query.shape[1], module.qk_nope_head_dim
         up = module.kv_b_proj.weight.view(heads, -1, module.kv_lora_rank)
-        asked, tail = query.split([size, query.shape[3] - size], -1)
-        out = mix(torch.matmul(asked, up[:, :size]), tail, key, value, mask, **given)
+        content, tail = query.split([size, query.shape[3] - size], -1)
+        out = mix(torch.matmul(content, up[:, :size]), tail, key, value, mask, **options)
         return torch.matmul(out.transpose(1, 2), up[:, size:].transpose(1, 2)).transpose(1, 2), None
 
     functions = modeling_utils.ALL_ATTENTION_FUNCTIONS
@@ -259,11 +260,11 @@ def row_latents(model: Any) -> AbstractContextManager[None]:
     latent = latent_modules(model) if name in functions else []
 
     def mix(
-        latents: torch.Tensor, tail: torch.Tensor, key: Any, value: Any, mask: Any, **given: Any
+        latents: torch.Tensor, tail: torch.Tensor, key: Any, value: Any, mask: Any, **options: Any
     ) -> torch.Tensor:
-        asked = ((latents[:, :, 0], key[:, 0]), (tail[:, :, 0], value[:, 0]))
-        first, second = (torch.matmul(q, held.transpose(1, 2)) for q, held in asked)
-        weights = torch.softmax(((first + second) * given["scaling"] + mask[:, 0]).float(), -1)
+        pairs = ((latents[:, :, 0], key[:, 0]), (tail[:, :, 0], value[:, 0]))
+        first, second = (torch.matmul(q, held.transpose(1, 2)) for q, held in pairs)
+        weights = torch.softmax(((first + second) * options["scaling"] + mask[:, 0]).float(), -1)
         return torch.matmul(weights.to(key.dtype), key[:, 0])[:, None]
 
     return attention_of(functions[name], mix, latent) if latent else nullcontext()

@@ -59,11 +59,12 @@ class Selected(torch.Tensor):
         whole: Sequence[RowCondition] = (),
         number: int | None = None,
     ) -> "Selected":
-        made: Any = torch.Tensor._make_wrapper_subclass(
+        selected: Any = torch.Tensor._make_wrapper_subclass(
             Selected, values.shape, dtype=values.dtype, device=values.device
         )
-        made.every, made.rows, made.whole, made.number = values, rows, tuple(dict.fromkeys(whole)), number
-        return made  # type: ignore[no-any-return]
+        selected.every, selected.rows, selected.number = values, rows, number
+        selected.whole = tuple(dict.fromkeys(whole))
+        return selected  # type: ignore[no-any-return]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -100,8 +101,8 @@ def selecting() -> Iterator[None]:
     read = torch.Tensor.tolist
 
     def sizes(tensor: torch.Tensor) -> Any:
-        is_asked = tensor.dim() == 1 and is_program(sys._getframe(1).f_code.co_filename)
-        return Sizes(tensor) if is_asked else read(tensor)
+        has_sizes = tensor.dim() == 1 and is_program(sys._getframe(1).f_code.co_filename)
+        return Sizes(tensor) if has_sizes else read(tensor)
 
     with patch.object(torch.Tensor, "tolist", sizes), _Selecting():
         yield
@@ -134,8 +135,8 @@ def _refuse(name: str) -> NoReturn:
     raise ValueError(f"{place} selects rows by value and uses them by {name}")
 
 
-def _plain(given: Any) -> Any:
-    return tree_map_only(Selected, lambda selected: selected.every, given)
+def _plain(value: Any) -> Any:
+    return tree_map_only(Selected, lambda selected: selected.every, value)
 
 
 def _places(mask: torch.Tensor, is_apart: bool) -> Any:
@@ -166,34 +167,34 @@ def _joined(func: Any, parts: Sequence[Any], dim: int = 0) -> torch.Tensor:
     return torch.stack([part.stored() for part in parts]).sum(0)
 
 
-def _unbound(func: Any, given: Selected, dim: int = 0) -> list[Selected]:
-    if given.rows is None or dim:
+def _unbound(func: Any, selected: Selected, dim: int = 0) -> list[Selected]:
+    if selected.rows is None or dim:
         _refuse("unbind")
-    is_place = given.every.shape[1:] == (1,)
+    is_place = selected.every.shape[1:] == (1,)
     return [
-        Selected.of(row, None, (*given.whole, RowCondition(holds)), place if is_place else None)
-        for place, (row, holds) in enumerate(zip(given.every, given.rows.holds, strict=True))
+        Selected.of(row, None, (*selected.whole, RowCondition(holds)), place if is_place else None)
+        for place, (row, holds) in enumerate(zip(selected.every, selected.rows.holds, strict=True))
     ]
 
 
-def _indexed(func: Any, given: Any, index: Any) -> Selected:
+def _indexed(func: Any, source: Any, index: Any) -> Selected:
     places = index if isinstance(index, tuple) else (index,)
     selected = [place for place in places if isinstance(place, Selected)]
-    whole = [condition for one in (given, *selected) for condition in getattr(one, "whole", ())]
+    whole = [condition for one in (source, *selected) for condition in getattr(one, "whole", ())]
     rows = {place.rows for place in selected}
     is_first = bool(selected) and (rows == {None} or places[0] is selected[0])
-    held = getattr(given, "rows", None)
+    held = getattr(source, "rows", None)
     if held is not None and not selected and places[0] == slice(None):
-        return Selected.of(given.every[index], held, whole)
+        return Selected.of(source.every[index], held, whole)
     if held is not None or len(rows) > 1 or (selected and not is_first):
         _refuse("an index")
     # A number beyond the end is that of an expert that no row can choose.
-    known = [
+    indices = [
         min(p.item(), size - 1) if isinstance(p, Selected) and p.rows is None else _plain(p)
-        for p, size in zip(places, (*given.shape, *places), strict=False)
+        for p, size in zip(places, (*source.shape, *places), strict=False)
     ]
-    number = None if selected else given.number
-    return Selected.of(_plain(given)[tuple(known)], rows.pop() if rows else None, whole, number)
+    number = None if selected else source.number
+    return Selected.of(_plain(source)[tuple(indices)], rows.pop() if rows else None, whole, number)
 
 
 def _added(func: Any, target: torch.Tensor, dim: int, index: Any, source: Any) -> torch.Tensor:
@@ -211,18 +212,18 @@ SPECIAL: dict[str, Callable[..., Any]] = {
 def _of_rows(name: str, func: Any, selected: Sequence[Selected], args: Any, kwargs: Any) -> Any:
     """A result that is no tensor is a shape or a type."""
     result = func(*_plain(args), **_plain(kwargs))
-    made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     rows = {one.rows for one in selected if one.rows is not None}
     by_row = [one for one in selected if one.rows is not None]
     is_changed = name.endswith("_") and not name.endswith("__")
-    if made and (is_changed or (rows and not _is_by_row(name, by_row, args, made))):
+    if tensors and (is_changed or (rows and not _is_by_row(name, by_row, args, tensors))):
         _refuse(name)
     whole = [condition for one in selected for condition in one.whole]
     held = by_row[0].rows if by_row else None
     return tree_map_only(torch.Tensor, lambda tensor: Selected.of(tensor, held, whole), result)
 
 
-def _is_by_row(name: str, by_row: Sequence[Selected], args: Any, made: Sequence[torch.Tensor]) -> bool:
+def _is_by_row(name: str, by_row: Sequence[Selected], args: Any, results: Sequence[torch.Tensor]) -> bool:
     num, dims = by_row[0].shape[0], by_row[0].dim()
     others = [
         t for t in tree_leaves(args) if isinstance(t, torch.Tensor) and getattr(t, "rows", None) is None
@@ -232,4 +233,4 @@ def _is_by_row(name: str, by_row: Sequence[Selected], args: Any, made: Sequence[
     else:  # others have no rows of their own
         is_fit = all(t.dim() < dims or t.shape[:1] == (1,) for t in others) or name in ("to", "type_as")
     is_alike = all(one.rows is by_row[0].rows for one in by_row)
-    return name in OF_ROWS and is_fit and is_alike and all(t.shape[:1] == (num,) for t in made)
+    return name in OF_ROWS and is_fit and is_alike and all(t.shape[:1] == (num,) for t in results)
