@@ -82,14 +82,7 @@ class CudaKernel:
         return item
 
     def _kernel(self, args: tuple[Any, ...]) -> Kernel:
-        types = tuple(
-            f"*{str(a.dtype).removeprefix('torch.')}"
-            if isinstance(a, torch.Tensor)
-            else "*int64"
-            if isinstance(a, tuple)
-            else _scalar(kind, a)
-            for kind, a in zip(self._types, args, strict=True)
-        )
+        types = tuple(map(_type_of, self._types, args))
         if types not in self._kernels:
             signature = tuple((f"p{i}", kind) for i, kind in enumerate(types))
             self._kernels[types] = Kernel(
@@ -106,7 +99,12 @@ def _three(sizes: Any) -> Grid:
     return x, y, z
 
 
-def _scalar(kind: str, value: Any) -> str:
+def _type_of(kind: str, value: Any) -> str:
+    """Triton's name of an argument's type."""
+    if isinstance(value, torch.Tensor):
+        return f"*{str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, tuple):
+        return "*int64"
     width = kind[1:]
     letter = "fp" if kind[0] == "f" or (kind[0] == "b" and isinstance(value, float)) else kind[0]
     return f"{ {'s': 'i', 'b': 'i'}.get(letter, letter) }{width}"

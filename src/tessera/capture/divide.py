@@ -51,7 +51,7 @@ def division_for(cluster: Cluster, traces: Sequence[Trace]) -> DivideConfig | No
 def divided(
     cluster: Cluster, traces: Sequence[Trace], frequencies: Mapping[str, Sequence[float]]
 ) -> list[Trace]:
-    """As `division_for` says."""
+    """The traces, divided if `division_for` gives a configuration."""
     config = division_for(cluster, traces)
     return list(traces) if config is None else [divide(trace, config, frequencies) for trace in traces]
 
@@ -204,7 +204,7 @@ class _Writer:
         return sum(often[first:last]) / sum(often)
 
     def _part(self, whole: int, first: int, last: int, width: int, turned: str = "") -> int:
-        """Some bytes of each `width` bytes of a weight, named by them (`execute.memory.part_of`)."""
+        """Bytes `first` to `last` of every `width` bytes of a weight, named so for `execute.memory.part_of`."""
         buffer = self._trace.buffers[whole]
         size = buffer.size_bytes // width * (last - first)
         part = Buffer(f"{buffer.name}[{first}:{last}/{width}{turned}]", BufferKind.WEIGHT, size)
@@ -221,7 +221,7 @@ class _Writer:
         return View(len(self._buffers) - 1, like.dtype, shape, (shape[1], 1))
 
     def _append(self, func: Any, args: tuple[Arg, ...], out: View, scope: str, is_new: bool = True) -> View:
-        """`is_new`: `out` is the result, not an argument that is changed."""
+        """`is_new`: `out` is a result; otherwise an argument that the launch changes."""
         if func not in self._operators:
             self._kernels.append(Kernel(str(func), Origin.ATEN, str(func._schema)))
             self._operators[func] = len(self._kernels) - 1

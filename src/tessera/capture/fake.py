@@ -149,7 +149,7 @@ def choose(
         return "math"
     same_heads = query.shape[1] == key.shape[1] == value.shape[1]
     if not query.shape[0] == key.shape[0] == value.shape[0] or not (same_heads or enable_gqa):
-        return "math"  # which repeats what there is one of
+        return "math"  # which repeats a batch of one, or heads
     same_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
     half = query.dtype in (torch.float16, torch.bfloat16)
     if half and mask is None and same_width and query.shape[-1] <= MAX_FLASH_HEAD:
@@ -198,7 +198,7 @@ def on_device(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def run_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Corrected where torch's fake differs from the real operator."""
+    """Runs an operator on fakes, corrected where torch's fake differs from the real operator."""
     is_grouped = func is torch.ops.aten._grouped_mm.default and args[0].dim() == 2 and args[1].dim() == 3
     if is_grouped and args[0].dtype is not torch.bfloat16:
         return _grouped_product(args)

@@ -172,11 +172,8 @@ class FunctionCall:
         self._inputs, self._state, self._weights = [], [], []
         for index, block in enumerate(self.blocks):
             is_argument = block.parts[0][0] < self._num_args
-            fixed = [
-                h
-                for n, _ in block.parts
-                if n not in self._leaves and (h := self._holder(n)) is not None and h.holder is None
-            ]
+            held = [self._holder(n) for n, _ in block.parts if n not in self._leaves]
+            fixed = [h for h in held if h is not None and h.holder is None]
             if fixed and (index in watch.saved or is_argument):
                 raise CaptureError(
                     f"'{fixed[0].name}' is changed, or is an argument too, but only a closure holds it",

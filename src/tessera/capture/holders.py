@@ -337,7 +337,7 @@ def seen(value: Any, depth: int = 0) -> Any:
 
 
 def _place_in(iterator: Iterator[Any]) -> str:
-    """Newer Pythons do not tell the position of a built-in iterator."""
+    """Position of a built-in iterator; "" where this Python does not report it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -120,9 +120,7 @@ def argument_accesses(schema: Any, args: tuple[Arg, ...], kwargs: dict[str, Arg]
 
 
 def whole_buffers(launch: Launch, buffers: Sequence[Buffer], mutated: Set[int]) -> tuple[Access, ...]:
-    """An unproved launch accesses all of every buffer. Weights are written only where the compiler declares
-    it.
-    """
+    """All of every buffer, for an unproved launch; weights are written only where the compiler says so."""
     accesses: dict[int, Access] = {}
     for place, arg in enumerate(launch.args):
         for view in arg_views(arg):

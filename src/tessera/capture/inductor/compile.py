@@ -27,7 +27,7 @@ from torch.fx import Node
 from torch.nn.functional import linear
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tessera.capture import operators
 from tessera.capture.fake import InPlaceOf, run_fake, target_attention, uncollected
@@ -138,8 +138,7 @@ def _written(traced: Traced, node: Node) -> list[torch.Tensor]:
     if schema is None or not schema.is_mutable:
         return []
     written = [value for _, value, writes in operators.arguments(schema, node.args, node.kwargs) if writes]
-    items = [item for value in written for item in (value if isinstance(value, tuple | list) else (value,))]
-    return [traced.values[item] for item in items if isinstance(item, Node)]
+    return [traced.values[item] for item in tree_leaves(written) if isinstance(item, Node)]
 
 
 def _region(traced: Traced, inside: list[Node], gives: list[Node], dead: set[Node]) -> GraphRegion:

@@ -55,7 +55,7 @@ REVISION = re.compile(r"[0-9a-f]{40}")
 # In order of preference.
 STEMS = ("model", "diffusion_pytorch_model")
 PART = re.compile(r"-of-\d+\.safetensors$")
-# Libraries whose errors are told in one line.
+# Libraries whose errors are reported in one line.
 LOGS = ("transformers", "torch._subclasses.fake_tensor")
 AGAIN = "Download the model again."
 CODE_FILES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")

@@ -244,8 +244,8 @@ class CachedSteps:
         return count
 
     def _learn(self) -> None:
-        """Tried in turn: our cache, without and with a mask that hides nothing (some models otherwise read
-        the length on the host), then the model's own.
+        """Uses the first that works: a row cache, one beside a mask that hides nothing (without it some
+        models read the length on the host), the model's own cache.
         """
         from tessera.capture.models.rows import RowCache, RowPairCache
 
@@ -424,8 +424,10 @@ class CachedSteps:
         if ENCODED in last:
             return {**self._inputs(0), ENCODED: last[ENCODED].clone()}
         if "next_tokens" not in last or (not self._is_carried and not self._is_prefill):
-            is_own = first.keys() == self._inputs(0).keys()
-            return {name: tensor.clone() for name, tensor in (first if is_own else self._inputs(0)).items()}
+            inputs = self._inputs(0)
+            if first.keys() == inputs.keys():
+                inputs = dict(first)
+            return {name: tensor.clone() for name, tensor in inputs.items()}
         inputs = {"tokens": last["next_tokens"][:, None].clone()}
         if NEXT in last:
             inputs["positions"] = last[NEXT].clone()

@@ -141,7 +141,7 @@ def _workload(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) 
 
 
 def _moved(model: Any) -> Any:
-    """The layout is found by running the model."""
+    """On the default device, before the layout of a served step is found by running the model."""
     device = torch.get_default_device()
     return model.to(device) if device.type == "cuda" and checkpoint.has_values() else model
 

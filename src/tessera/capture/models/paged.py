@@ -69,7 +69,8 @@ PACKED, GATHERED = (FLAT, SPLIT), (SPLIT, DENSE)
 SPLIT_TOKENS = 2
 NUM_TRIED, TRIED_POSITIONS = 3, NUM_FIRST_PAGES * PAGE
 SHARE_OF_ANSWERS, SHARE_OF_PICTURES = 0.5, 0.25
-SHARE_OF_KNOWN = 3
+# One answer in three has its token from the host.
+ANSWERS_PER_HOST_TOKEN = 3
 # Relative to the largest logit. Rounding of 64 layers with 32-bit numbers is 5e-6; a wrong decay of two
 # layers is above 1e-3.
 MAX_ERROR = 3e-4
@@ -446,27 +447,21 @@ class PagedSteps:
         parts = _example_parts(self._model, self._step, Random(seed))
         kind, has_rows = self._layout.kind, bool(self._layout.rows)
         inputs = _make_inputs(self._model, self._step, kind, parts, seed, has_rows)
-        firsts = accumulate((new for _, new in parts), initial=0)
-        unknown = {
-            first: -1 - number
-            for number, ((length, new), first) in enumerate(zip(parts, firsts, strict=False))
-            if new == 1 < length and number % SHARE_OF_KNOWN
-        }
-        inputs["tokens"][list(unknown)] = inputs["tokens"].new_tensor(list(unknown.values()))
+        answers = [number for number, (length, new) in enumerate(parts) if new == 1 < length]
+        unknown = [number for number in answers if number % ANSWERS_PER_HOST_TOKEN]
+        firsts = list(accumulate((new for _, new in parts), initial=0))
+        references = inputs["tokens"].new_tensor([-1 - number for number in unknown])
+        inputs["tokens"][[firsts[number] for number in unknown]] = references
         return inputs
 
     def _state(self, seed: int) -> dict[str, torch.Tensor]:
         random = torch.Generator().manual_seed(seed)
         num_pages, rows = self._step.reserve // PAGE, num_rows(self._step)
-        used = {
-            prefix + name: _used((count, *shape), dtype, random)
-            for prefix, kinds, count in (
-                ("", self._layout.pages, num_pages),
-                (BY_ROW, self._layout.rows, rows),
-            )
-            for name, (shape, dtype) in kinds.items()
-        }
-        return {NEWEST: make_tokens(self._model.config, (num_rows(self._step),), random), **used}
+        pages, by_row = self._layout.pages.items(), self._layout.rows.items()
+        sizes = {name: ((num_pages, *shape), dtype) for name, (shape, dtype) in pages}
+        sizes |= {BY_ROW + name: ((rows, *shape), dtype) for name, (shape, dtype) in by_row}
+        used = {name: _used(size, dtype, random) for name, (size, dtype) in sizes.items()}
+        return {NEWEST: make_tokens(self._model.config, (rows,), random), **used}
 
     def _follow(self, first: Tensors, run: int, last: Tensors) -> dict[str, torch.Tensor]:
         seed = int(first["tokens"].sum()) if "tokens" in first else 0

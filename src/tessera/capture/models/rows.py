@@ -229,11 +229,11 @@ def _is_plain(product: Any) -> bool:
 
 @contextmanager
 def attention_of(plain: Callable[..., Any], mix: Callable[..., Any], latent: Sequence[Any]) -> Iterator[None]:
-    """Attention is `plain`; that of `latent` modules, over latents of which keys and values are products
-    (MLA), is `mix`.
+    """Attention by `plain`, but by `mix` in `latent` modules (MLA).
 
-    The product with a head's keys is part of its queries, that with its values part of the result. `mix`:
-    queries of latents and of rotated keys, latents, rotated keys and mask -> mixed latents, positions first.
+    Keys and values of those are products of latents. The product of a head's keys moves into its queries,
+    that of its values into the result. `mix`: queries of latents and of rotated keys, latents, rotated keys
+    and mask -> mixed latents, positions first.
     """
 
     def attend(
