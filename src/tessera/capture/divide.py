@@ -204,7 +204,7 @@ class _Writer:
         return sum(often[first:last]) / sum(often)
 
     def _part(self, whole: int, first: int, last: int, width: int, turned: str = "") -> int:
-        """Bytes `first` to `last` of every `width` bytes of a weight, named so for `execute.memory.part_of`."""
+        """Bytes `first` to `last` of every `width` of a weight, named so for `execute.memory.part_of`."""
         buffer = self._trace.buffers[whole]
         size = buffer.size_bytes // width * (last - first)
         part = Buffer(f"{buffer.name}[{first}:{last}/{width}{turned}]", BufferKind.WEIGHT, size)

@@ -188,7 +188,7 @@ class FunctionCall:
 
     @contextmanager
     def mode(self) -> Iterator[None]:
-        """Leftover gradients are dropped."""
+        """Sets the call's gradient mode; drops gradients that it leaves."""
         before = [(leaf, leaf.grad) for leaf in self._leaves.values()]
         try:
             with torch.set_grad_enabled(self.trains):
@@ -240,11 +240,11 @@ class FunctionCall:
         return copies
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """MismatchError if the structure differs."""
+        """Binds another call's arguments; MismatchError if their structure differs."""
         return self.at_its_turn(self.arguments(args, kwargs))
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """`bind` without generators."""
+        """As `bind`, without the state of generators."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         same = spec == self._spec and all(map(_alike, leaves, self._fixed))
         tensors = self._tensors(leaves) if same else []
@@ -376,7 +376,7 @@ def _output_name(keys: Sequence[Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionWorkload(Workload):
-    """Every seed gives the call's own values."""
+    """A captured call; every seed gives its values."""
 
     function: "FunctionCall"
 

@@ -57,7 +57,7 @@ class Held:
         return self.tensor if self.holder is None else self.holder[self.key]
 
     def put_back(self) -> None:
-        """A shortened list keeps its contents."""
+        """Restores the tensor in its holder; a list that became shorter stays as it is."""
         if self.holder is None or (isinstance(self.holder, list) and self.key >= len(self.holder)):
             return
         self.holder[self.key] = self.tensor
@@ -179,7 +179,7 @@ def globals_of(code: types.CodeType) -> frozenset[str]:
 
 
 def root(modules: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
-    """Its paths name scopes and weights."""
+    """The module whose paths name scopes and weights."""
     if "" in modules:
         return modules[""]
     root = torch.nn.Module()
@@ -218,7 +218,7 @@ class PyState:
         return [v for v in self.values if not v.is_global and not isinstance(v.read(), torch.Tensor)]
 
     def refuse_shared(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Reads through an array over a varying tensor's memory are invisible."""
+        """Refuses arrays over the memory of varying tensors: reads through them are invisible."""
         bounds = {name: _bounds(tensor) for name, tensor in tensors.items()}
         for name, array in self.arrays:
             start, stop = np.lib.array_utils.byte_bounds(array)

@@ -140,7 +140,7 @@ def reads_refused(varies: Varies) -> Iterator[None]:
 
 
 def reads_allowed() -> AbstractContextManager[None]:
-    """The code is part of one launch."""
+    """Allows host reads by code that is part of one launch."""
     return _asking(None)
 
 

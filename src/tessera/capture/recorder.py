@@ -142,7 +142,7 @@ class Ledger:
     def operator(
         self, func: Any, recorded: Recorded, results: Results, generator: str = "", scope: str = ""
     ) -> Launch:
-        """`generator`: the one it drew from."""
+        """`generator`: name of the one that the operator drew from."""
         args, kwargs = recorded
         fresh = {id(t) for t in results if isinstance(t, torch.Tensor) and self.find(t) is None}
         outputs = tuple(self.view(t) if isinstance(t, torch.Tensor) else None for t in results)
@@ -161,7 +161,7 @@ class Ledger:
     def kernel_launch(
         self, seen: OwnLaunch, view: Callable[[torch.Tensor], View] | None = None, scope: str = ""
     ) -> Launch:
-        """Unproved, a PTX kernel may touch all its buffers."""
+        """Launch of a PTX kernel, which without a proof may touch all its buffers."""
         args = tuple(self.arg(a, view) for a in seen.args)
         kernel = self.kernel(seen.kernel)
         launch = Launch(kernel, args, (), (), (), scope, grid=seen.grid, block=seen.block)

@@ -41,7 +41,7 @@ class Workload:
     follow: Callable[[Tensors, int, Tensors], dict[str, torch.Tensor]]
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """A tied weight once, by its first name."""
+        """Parameters and buffers by name; a tied weight once, by its first name."""
         held = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         named = dict(part for name, tensor in held.items() for part in parts(name, tensor))
         for tensor in named.values():
@@ -110,7 +110,7 @@ class Workload:
 
 
 def on_device(workload: Workload, device: str) -> Workload:
-    """Moves the module itself."""
+    """The workload on a device; its module itself is moved."""
     workload.module.to(device)
 
     def moved(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

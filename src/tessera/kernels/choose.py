@@ -99,7 +99,7 @@ def _draw(kept: dict[int, tuple[torch.Tensor, torch.Tensor]], numbers: torch.Ten
 
 
 def _likeliest(logs: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Equal ones in order of tokens."""
+    """The largest values and their tokens; equal ones in order of tokens."""
     least = logs.topk(num).values[-1:] if num else logs.new_full((1,), torch.inf)
     tokens = (logs >= least).nonzero()[:, 0]
     values, order = logs[tokens].sort(descending=True, stable=True)

@@ -37,7 +37,7 @@ def empty_part(x: torch.Tensor, width: int, offsets: torch.Tensor) -> torch.Tens
 
 
 def rotated(product: Product, x: torch.Tensor, offsets: torch.Tensor, first: int, num: int) -> torch.Tensor:
-    """The part's rows are rotated to the front, without a read on the host."""
+    """Product with the part's rows rotated to the front, without a read on the host."""
     ends = offsets[first : first + num]
     if not first:
         return product(x, ends)

@@ -114,7 +114,7 @@ def _bytes(storage: torch.UntypedStorage) -> Any:
 
 @cache
 def overlaps(device: torch.device) -> bool:
-    """Can the card launch a kernel while the one before runs?"""
+    """True if the card can launch a kernel while the one before runs."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= divmod(_TARGET, 10)
 
 

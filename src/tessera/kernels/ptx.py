@@ -55,13 +55,13 @@ def triton_accesses(
 
 
 def tables_of(kernel: Kernel) -> tuple[int, ...]:
-    """Empty if the kernel cannot be proved for other reasons."""
+    """Parameters that are tables of pointers; none if the kernel cannot be proved for other reasons."""
     report = _report(kernel)
     return () if isinstance(report, str) else report.tables
 
 
 def _behind(item: IndirectReport, tables: Sequence[Arg], buffers: Sequence[Buffer]) -> list[Access]:
-    """Untouched bytes count as read."""
+    """Accesses through pointers of tables; untouched bytes count as read."""
     written = any(effect == "w" for _, effect in item.lines)
     targets = {view.buffer for table in tables for view in arg_views(table)}
     return [

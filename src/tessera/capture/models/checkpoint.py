@@ -168,7 +168,7 @@ def read_weights(folder: Path) -> dict[str, Any]:
 
 
 def dtype_of(folder: Path) -> torch.dtype:
-    """The first one that products have, as transformers takes it."""
+    """Type of the first weight that products have, as transformers chooses it."""
     names = (str(tensor.get_dtype()) for tensor in read_weights(folder).values())
     return next((DTYPES[name] for name in names if name in DTYPES), torch.float32)
 
@@ -199,7 +199,7 @@ def _listed(folder: Path) -> tuple[dict[str, str], list[str]]:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """A weight file must lie in the folder or its cache."""
+    """Path of a weight file, which must lie in the folder or its cache."""
     path = folder / name
     if Path(name).name != name or "\\" in name or not name.endswith(".safetensors"):
         remedy = (

@@ -279,6 +279,6 @@ class Denoiser:
 
 
 def sigmas(run: int) -> torch.Tensor:
-    """Zeros after the schedule's end."""
+    """Noise levels before and after a run; zeros after the schedule's end."""
     levels = [1.0 - min(run + i, NUM_STEPS) / NUM_STEPS for i in (0, 1)]
     return torch.tensor([SHIFT * s / (1 + (SHIFT - 1) * s) for s in levels])

@@ -89,7 +89,7 @@ def takes(part: Callable[..., Any], name: str) -> bool:
 
 
 def parameter_of(part: Callable[..., Any], *names: str) -> str:
-    """The first of the names that it takes; "": none."""
+    """The first of the names that `part` takes; "": none."""
     return next((name for name in names if takes(part, name)), "")
 
 
@@ -463,7 +463,7 @@ def head_reads(model: Any, pick: Callable[[torch.Tensor], torch.Tensor] | None) 
 
 
 def call_on_fakes(model: Any) -> None:
-    """Calls it on a few tokens, without values."""
+    """Calls the model on a few tokens, without values."""
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     mode = detect_fake_mode(list(held.values())) or FakeTensorMode(allow_non_fake_inputs=True)
     with mode:

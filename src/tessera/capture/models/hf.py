@@ -244,7 +244,7 @@ def attend(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Heads first in, positions first out."""
+    """Arguments have heads before positions, the result has positions before heads."""
     batch, heads, num, width = query.shape
     groups = heads // key.shape[1]
     causal = num > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)

@@ -101,7 +101,7 @@ def using_adapters(model: Any, rows: torch.Tensor | None) -> Iterator[None]:
 
 
 def add_adapters(model: Any, folders: Sequence[str]) -> None:
-    """Adapter i is number i + 1."""
+    """Puts adapters beside their layers; folder i is adapter i + 1."""
     adapters = [_read(Path(folder)) for folder in folders]
     paths = dict.fromkeys(path for adapter in adapters for path in adapter)
     choice = model.adapter_choice = AdapterChoice(len(adapters), paths)

@@ -165,7 +165,7 @@ class Code:
 
 
 class PackedWeight(torch.Tensor):
-    """Shape and type are those of the numbers."""
+    """A weight in packed memory, with the shape and type of its numbers."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -326,7 +326,7 @@ _CHANGES: dict[Any, Callable[..., Any]] = {
 
 
 class Unread:
-    """Read when transformers copies it."""
+    """A tensor that is read when transformers copies it."""
 
     # transformers goes on after an error and names other tensors.
     error: CaptureError | None = None

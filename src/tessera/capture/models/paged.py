@@ -112,7 +112,7 @@ def layout_of(model: Any) -> StepLayout:
 
 
 def check_served(model: Any) -> None:
-    """What is refused whatever the weights are."""
+    """Refuses models that cannot be served with any weights."""
     name, config = model.config.model_type, model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder or not model.can_generate() or not _cache_name(model):
         raise CaptureError(
@@ -220,7 +220,7 @@ def _selects(model: Any) -> bool:
 
 
 def _own_cache(model: Any) -> Any:
-    """After a token of each sequence; None if it is of transformers' classes."""
+    """The model's cache after a token of each sequence; None if it is of transformers' classes."""
     tokens = torch.ones((NUM_TRIED, 1), dtype=torch.long, device=model.device)
     with generic.apart(model):
         cache = getattr(model(input_ids=tokens, use_cache=True), _cache_name(model), None)
@@ -367,7 +367,7 @@ def expected_length(step: Step) -> int:
 
 
 def num_entries(step: Step) -> int:
-    """Twice the pages, since sequences may share them."""
+    """Entries of a page table: twice the pages, since sequences may share them."""
     return 2 * (step.reserve // PAGE)
 
 
@@ -561,7 +561,7 @@ def _padded(parts: Sequence[tuple[int, int]], num: int) -> list[tuple[int, int]]
 
 
 def lay_out(step: Step, parts: Sequence[tuple[int, int]], free: Sequence[int]) -> dict[str, torch.Tensor]:
-    """Groups have the same pages where there are too few."""
+    """Positions and page tables of a step; groups have the same pages where too few are free."""
     lengths, new = np.array(_padded(parts, step.batch)).T
     starts, firsts = (np.cumsum([0, *each]) for each in (-(-lengths // PAGE), new))
     num, used = firsts[-1], starts[-1]

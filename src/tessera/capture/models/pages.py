@@ -57,7 +57,7 @@ class PageTables:
 
 
 class PagedLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
-    """[pages, page positions, heads, width]."""
+    """Keys and values of a layer, as [pages, page positions, heads, width]."""
 
     is_compileable = True
     is_sliding = False
@@ -122,7 +122,7 @@ class PagedLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
 
 
 class Layers(list[Any]):
-    """Zeros are written where the state is read next, and fuse with it."""
+    """Zeros a new sequence's state where a layer reads it next, so that both fuse."""
 
     def __init__(self, layers: Iterable[Any]) -> None:
         super().__init__(layers)

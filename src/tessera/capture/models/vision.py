@@ -32,7 +32,7 @@ def vision_workload(model: Any, step: Step) -> Workload:
 
 
 def grid_of(num_tokens: int) -> tuple[int, int]:
-    """In merged patches, as square as possible."""
+    """Height and width in merged patches, as square as possible."""
     height = next(n for n in range(int(num_tokens**0.5), 0, -1) if num_tokens % n == 0)
     return height, num_tokens // height
 
