@@ -102,7 +102,7 @@ class Meeting:
         try:
             if self.store is not None:
                 self.store.set(ADDRESS_KEY, str(listening.port))
-            yield partial(Hub, names, rendezvous=listening, here=frozenset({0}), digest=digest)
+            yield partial(Hub, names, rendezvous=listening, local=frozenset({0}), digest=digest)
         finally:
             listening.close()
 

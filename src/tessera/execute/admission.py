@@ -95,7 +95,8 @@ class StepCost:
 
 
 def costs_of(lane: LoadedLane) -> tuple[StepCost, ...]:
-    names, found = lane.plan.cluster.names, []
+    names = lane.plan.cluster.names
+    steps: list[StepCost] = []
     places = lane.lane.placement.devices
     # Without prices no step counts as late.
     priced = lane.plan.costs or (None,) * len(places)
@@ -103,8 +104,8 @@ def costs_of(lane: LoadedLane) -> tuple[StepCost, ...]:
         busy_s: dict[str, float] = defaultdict(float)
         for launch, device in enumerate(place):
             busy_s[names[device]] += costs.us(launch, device) * 1e-6 if costs is not None else 0.0
-        found.append(StepCost(dict(busy_s), max(busy_s.values(), default=0.0)))
-    return tuple(found)
+        steps.append(StepCost(dict(busy_s), max(busy_s.values(), default=0.0)))
+    return tuple(steps)
 
 
 class Turns:

@@ -82,8 +82,8 @@ def ask(name: str, *args: Any) -> None:
     if status:
         text = ctypes.c_char_p()
         driver().cuGetErrorName(status, ctypes.byref(text))
-        known = text.value.decode() if text.value else f"error {status}"
-        raise WorkerError(f"{name} of the CUDA driver failed: {known}", "See `tessera doctor`.")
+        reason = text.value.decode() if text.value else f"error {status}"
+        raise WorkerError(f"{name} of the CUDA driver failed: {reason}", "See `tessera doctor`.")
 
 
 def has(name: str) -> bool:
@@ -173,14 +173,14 @@ class MemOp:
 
 
 def mem_ops(stream: int, ops: Sequence[MemOp]) -> None:
-    found = []
+    records = []
     for x in ops:
         wait, write = (_WAIT_64, _WRITE_64) if x.is_long else (_WAIT_32, _WRITE_32)
-        found.append(
+        records.append(
             _MemOp(wait if x.is_wait else write, x.address, x.value, _EQUAL if x.is_wait else 0, 0, 0)
         )
-    listed = (_MemOp * len(ops))(*found)
-    ask("cuStreamBatchMemOp_v2", ctypes.c_void_p(stream), ctypes.c_uint(len(ops)), listed, ctypes.c_uint(0))
+    array = (_MemOp * len(ops))(*records)
+    ask("cuStreamBatchMemOp_v2", ctypes.c_void_p(stream), ctypes.c_uint(len(ops)), array, ctypes.c_uint(0))
 
 
 def copy(stream: int, target: int, source: int, num_bytes: int) -> None:
@@ -229,8 +229,8 @@ def open_shared(ordinal: int, handle: bytes) -> int:
     pointer = ctypes.c_uint64()
     with torch.cuda.device(ordinal):
         torch.cuda.current_stream().synchronize()
-        given, flags = _IpcHandle.from_buffer_copy(handle), ctypes.c_uint(_PEER_ACCESS)
-        ask("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), given, flags)
+        record, flags = _IpcHandle.from_buffer_copy(handle), ctypes.c_uint(_PEER_ACCESS)
+        ask("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), record, flags)
     return pointer.value
 
 

@@ -88,7 +88,7 @@ class Hub:
     """Used by one thread, except `wake`.
 
     method  "spawn", or FORKSERVER for programs of Tessera itself
-    here    devices whose workers are local; with a rendezvous by default none
+    local   devices whose workers are local; without a rendezvous all, with one by default none
     about   asked now and then about a device whose worker has not connected
     """
 
@@ -102,14 +102,14 @@ class Hub:
         method: str = FORKSERVER,
         *,
         rendezvous: Rendezvous | None = None,
-        here: frozenset[int] = frozenset(),
+        local: frozenset[int] = frozenset(),
         digest: str = "",
         about: Callable[[int], str] = lambda device: "",
     ) -> None:
         self.names, self._method, self._about = names, method, about
         self.setups = list(setups)
         self._rendezvous = rendezvous
-        self._here = here if rendezvous is not None else frozenset(range(len(names)))
+        self._local = local if rendezvous is not None else frozenset(range(len(names)))
         self._folder = ""
         self._members = [_Member() for _ in names]
         self._mailbox: Mailbox | None = None
@@ -141,11 +141,11 @@ class Hub:
             self._mailbox = Mailbox()
             hear = lambda connection, message, contents: self._hear(connection, message)  # noqa: E731
             address = self._mailbox.listen(f"ipc://{self._folder}/engine", hear, b"", self._max_bytes)
-        local = {"engine": address, "secret": secret, "host": host, "folder": self._folder}
+        session = {"engine": address, "secret": secret, "host": host, "folder": self._folder}
         for device, setup in enumerate(self.setups):
             progress = torch.full((setup.microbatches, 2), -1, dtype=torch.int64).share_memory_()
-            self.setups[device] = replace(setup, progress=progress, **local)  # type: ignore[arg-type]
-        if self._method == FORKSERVER and self._here:
+            self.setups[device] = replace(setup, progress=progress, **session)  # type: ignore[arg-type]
+        if self._method == FORKSERVER and self._local:
             warm_up()
         self._start_due()
 
@@ -299,7 +299,7 @@ class Hub:
             setup = replace(self.setups[device], epoch=epoch, epochs=epochs, name=b"w" + name)
             member.state, member.due_s, member.started_s = "starting", None, now
             member.setup, member.ask_s = setup, now + ABSENT_S
-            if device in self._here:
+            if device in self._local:
                 self._expected[setup.name] = (device, epoch)
                 self._thread(self._try_start, device, setup)
         self._assign()
@@ -333,12 +333,12 @@ class Hub:
         for device, member in enumerate(self._members):
             if member.state == "starting":
                 times += [member.started_s + self._patience_s(device)]
-                times += [member.ask_s] if member.is_awaited and device not in self._here else []
+                times += [member.ask_s] if member.is_awaited and device not in self._local else []
         return [t for t in times if t != float("inf")]
 
     def _patience_s(self, device: int) -> float:
         member = self._members[device]
-        if device in self._here or not member.is_awaited or member.epoch == 0:
+        if device in self._local or not member.is_awaited or member.epoch == 0:
             return START_TIMEOUT_S
         is_planned_around = member.failures > QUICK_FAILURES and self.max_failures is None
         return float("inf") if is_planned_around else ABSENT_S
@@ -350,13 +350,13 @@ class Hub:
                 continue
             limit_s = self._patience_s(device)
             if member.started_s + limit_s <= now:
-                if device in self._here or not member.is_awaited:
+                if device in self._local or not member.is_awaited:
                     return device, Hangup(f"it was not ready after {START_TIMEOUT_S:.0f} s")
                 member.started_s, member.ask_s = float("inf"), float("inf")
                 self._thread(self._ask_about, device, member.epoch, limit_s)
             elif member.ask_s <= now:
                 member.ask_s = now + ABSENT_S
-                if member.is_awaited and device not in self._here:
+                if member.is_awaited and device not in self._local:
                     self._thread(self._about, device)
         return None
 
@@ -399,7 +399,7 @@ class Hub:
     def _assign(self) -> None:
         if not self._waiting:
             return
-        awaited = {d for d, m in enumerate(self._members) if m.is_awaited and d not in self._here}
+        awaited = {d for d, m in enumerate(self._members) if m.is_awaited and d not in self._local}
         for device in sorted(awaited):
             connection = self._group.choose(device, self._waiting, awaited)
             member = self._members[device]
@@ -474,7 +474,7 @@ class Hub:
         assert member.setup is not None
         member.state, member.ready_s, member.address = "ready", time.monotonic(), ready.address
         member.pid = ready.pid if member.pid is None else member.pid
-        if device not in self._here:
+        if device not in self._local:
             member.offset_s = time.monotonic() - ready.clock_s
         self._tell_lanes(device, member.setup)
         for peer, other in enumerate(self._members):

@@ -122,19 +122,19 @@ class Lanes:
         return tuple(self.all[first:])
 
     def _number_steps(self, plan: Plan) -> tuple[int, ...]:
-        found: list[int] = []
+        numbers: list[int] = []
         for step, graph in enumerate(plan.graphs):
-            known = (
+            equal = (
                 number
                 for number, other in enumerate(self.graphs)
-                if number not in found and (other is graph or other.trace.digest == graph.trace.digest)
+                if number not in numbers and (other is graph or other.trace.digest == graph.trace.digest)
             )
-            number = next(known, len(self.graphs))
+            number = next(equal, len(self.graphs))
             if number == len(self.graphs):
                 self.graphs.append(graph)
                 self.costs.append(plan.costs[step] if plan.costs else None)
-            found.append(number)
-        return tuple(found)
+            numbers.append(number)
+        return tuple(numbers)
 
     def drop(self, in_use: Collection[int], homes: Collection[int] = ()) -> list[int]:
         """Drops lanes of replaced plans that are neither `in_use` nor have one of these homes."""
@@ -167,14 +167,14 @@ class Lanes:
 
     def open(self, policy: int | None = None) -> list[LoadedLane]:
         tables = self._tables if policy is None else self._tables[policy : policy + 1]
-        found = [self.all[first + i] for first, table in tables for i in range(len(table.open))]
-        return [lane for lane in found if not lane.devices & self.lost]
+        lanes = [self.all[first + i] for first, table in tables for i in range(len(table.open))]
+        return [lane for lane in lanes if not lane.devices & self.lost]
 
     def take(self, policy: int) -> LoadedLane | None:
         """A lane of the policy, else of another; None: none is usable."""
-        for wanted in (policy, *(p for p in range(len(self._tables)) if p != policy)):
-            first, table = self._tables[wanted]
-            allowed = [lane.index for lane in self.open(wanted)]
+        for candidate in (policy, *(p for p in range(len(self._tables)) if p != policy)):
+            first, table = self._tables[candidate]
+            allowed = [lane.index for lane in self.open(candidate)]
             if allowed:
                 return self.all[first + table.take(allowed)]
         return None
@@ -188,11 +188,11 @@ class Lanes:
 
 def devices_of(plan: Plan, index: int) -> frozenset[str]:
     lane, names = plan.lanes[index], plan.cluster.names
-    found: set[int] = set()
+    used: set[int] = set()
     for graph, place in zip(plan.graphs, lane.placement.devices, strict=True):
-        found |= {*place, *(device for _, device in homes_of(graph, place))}
-        found |= {device for _, device in outputs_of(graph, place)}
-    return frozenset(names[device] for device in found)
+        used |= {*place, *(device for _, device in homes_of(graph, place))}
+        used |= {device for _, device in outputs_of(graph, place)}
+    return frozenset(names[device] for device in used)
 
 
 def check_alike(plans: Sequence[Plan]) -> None:
@@ -205,7 +205,8 @@ def check_alike(plans: Sequence[Plan]) -> None:
 
 def _state_buffers(plan: Plan, lane: Lane) -> tuple[PageBuffers, PageBuffers]:
     """Paged state, and state by row; raises MismatchError for other state."""
-    found: tuple[dict[str, PageBuffer], ...] = ({}, {})
+    pages: dict[str, PageBuffer] = {}
+    rows: dict[str, PageBuffer] = {}
     for graph, place in zip(plan.graphs, lane.placement.devices, strict=True):
         step = graph.trace.step
         for index, device in homes_of(graph, place):
@@ -215,8 +216,8 @@ def _state_buffers(plan: Plan, lane: Lane) -> tuple[PageBuffers, PageBuffers]:
                 continue
             num = max(step.rows, step.batch) if is_by_row else step.reserve // PAGE
             page = PageBuffer(device, num, buffer.size_bytes // max(1, num))
-            is_alike = found[is_by_row].setdefault(buffer.name, page) == page
+            is_alike = (rows if is_by_row else pages).setdefault(buffer.name, page) == page
             if num * page.page_bytes != buffer.size_bytes or not is_alike:
                 message = f"state '{buffer.name}' is not in pages, or not in the same ones in every step"
                 raise MismatchError(message, "Plan without a home.", f"the {plan.policy} plan")
-    return found[0], found[1]
+    return pages, rows

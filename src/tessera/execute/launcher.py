@@ -108,14 +108,14 @@ class Launcher:
         return lambda memory: arg
 
     def _check(self, index: int, tensor: torch.Tensor, view: View) -> None:
-        found = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
-        size, wanted = tensor.untyped_storage().nbytes(), self._trace.buffers[view.buffer].size_bytes
+        layout = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
+        has_size = tensor.untyped_storage().nbytes() == self._trace.buffers[view.buffer].size_bytes
         # A CPU worker copies whole buffers; on a GPU a buffer is the operator's own result.
-        is_sized = size == wanted or self._device.type != "cpu"
-        if found != (view.shape, view.stride, view.offset) or not is_sized:
+        is_sized = has_size or self._device.type != "cpu"
+        if layout != (view.shape, view.stride, view.offset) or not is_sized:
             name = self._trace.kernel_of(index).name
             raise WorkerError(
-                f"launch {index} ({name}) laid out its result as {found}, the trace has "
+                f"launch {index} ({name}) laid out its result as {layout}, the trace has "
                 f"{(view.shape, view.stride, view.offset)}",
                 "Capture the trace again with this version of torch.",
             )
@@ -135,12 +135,12 @@ def find_operator(name: str) -> Any:
 def _results_to_keep(launch: Launch) -> list[tuple[int, View]]:
     """Aliases of arguments are in place."""
     args = {a.buffer for a in launch.accesses if a.read}
-    made = {a.buffer for a in launch.accesses if a.write} - args
+    written = {a.buffer for a in launch.accesses if a.write} - args
     # An empty result touches no byte, but later launches still name it.
     return [
         (place, view)
         for place, view in enumerate(launch.outputs)
-        if view is not None and (view.buffer in made or view.num_elements == 0)
+        if view is not None and (view.buffer in written or view.num_elements == 0)
     ]
 
 
@@ -185,9 +185,9 @@ def _written(
     return call
 
 
-def _misshapen(name: str, found: torch.Tensor, shape: torch.Size) -> WorkerError:
+def _misshapen(name: str, result: torch.Tensor, shape: torch.Size) -> WorkerError:
     return WorkerError(
-        f"{name} gave a result of shape {tuple(found.shape)}, the trace has {tuple(shape)}",
+        f"{name} gave a result of shape {tuple(result.shape)}, the trace has {tuple(shape)}",
         "Capture the trace again with this version of torch.",
     )
 
@@ -201,14 +201,14 @@ def out_variant(operator: Any) -> Any | None:
     if schema.name.endswith("_loss"):  # mse_loss.out resizes `out` to its input's shape while it runs
         return None
     packet = operator.overloadpacket
-    wanted = _signature(schema.arguments)
+    signature = _signature(schema.arguments)
     for overload in packet.overloads():
-        found = getattr(packet, overload)
-        arguments = found._schema.arguments
+        variant = getattr(packet, overload)
+        arguments = variant._schema.arguments
         outs = [a for a in arguments if a.is_out]
         others = [a for a in arguments if not a.is_out]
-        if len(outs) == 1 and outs[0].name == "out" and _signature(others) == wanted:
-            return found
+        if len(outs) == 1 and outs[0].name == "out" and _signature(others) == signature:
+            return variant
     return None
 
 

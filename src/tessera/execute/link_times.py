@@ -59,8 +59,8 @@ def time_transfers(
     work = (unit, cluster, (), ir.Objective.LATENCY, "links", tuple(lanes))
     plan = ir.Plan(*work, len(WHOLE_OR_NOT), 0.0, 0.0, 0.0, 0.0, lane_table=WHOLE_OR_NOT)
     alone, both = list[tuple[int, float]](), list[tuple[int, float]]()
-    made = WorkerStepper([plan], {}, transport=transport, timeout_s=TIMEOUT_S)
-    with hidden_main(), made as stepper:
+    workers = WorkerStepper([plan], {}, transport=transport, timeout_s=TIMEOUT_S)
+    with hidden_main(), workers as stepper:
         for microbatch, lane in enumerate(WHOLE_OR_NOT):
             stepper.open(microbatch, lane)
         for step, size in enumerate(sizes):
@@ -112,7 +112,7 @@ def _crossing_us(stepper: WorkerStepper, step: int, repeats: int, num: int) -> f
     pairs = [
         [_step_s(stepper, step, first, num) for first in (whole, divided)] for _ in range(WARMUPS + repeats)
     ]
-    longer_s = median(there - here for here, there in pairs[WARMUPS:])
+    longer_s = median(divided_s - whole_s for whole_s, divided_s in pairs[WARMUPS:])
     return max(LEAST_US, longer_s * 1e6 / CROSSINGS)
 
 

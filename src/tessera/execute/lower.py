@@ -74,22 +74,23 @@ class StepLowering:
         """One transfer per value and reading device, in trace order."""
         num, (rows, readers) = self.num_devices, self._pins
         devices = np.array(place, dtype=np.int64)
-        there = devices[readers]
-        crossing = there != devices[self._producers][rows]
+        targets = devices[readers]
+        crossing = targets != devices[self._producers][rows]
         # The first pin of a (value, device) is its first reader.
-        pairs, first = np.unique(rows[crossing] * num + there[crossing], return_index=True)
+        pairs, first = np.unique(rows[crossing] * num + targets[crossing], return_index=True)
         row, dst, reader = pairs // num, pairs % num, readers[crossing][first]
         producer = self._producers[row]
         order = np.lexsort((dst, producer))
         transfers: list[ir.Transfer] = []
         points: list[list[TransferPoint]] = [[] for _ in range(num)]
-        for at, made, read, to in zip(
-            *(x[order].tolist() for x in (row, producer, reader, dst)), strict=True
-        ):
-            value, src = self.graph.values[self._values[at]], place[made]
-            points[src].append((made, 1, len(transfers)))
-            points[to].append((read, 0, len(transfers)))
-            transfers.append(ir.Transfer(self._values[at], value.buffer, value.start, value.stop, src, to))
+        columns = (x[order].tolist() for x in (row, producer, reader, dst))
+        for at, launch, first_reader, target in zip(*columns, strict=True):
+            number = self._values[at]
+            src = place[launch]
+            points[src].append((launch, 1, len(transfers)))
+            points[target].append((first_reader, 0, len(transfers)))
+            value = self.graph.values[number]
+            transfers.append(ir.Transfer(number, value.buffer, value.start, value.stop, src, target))
         run = LoweredRun(tuple(transfers), tuple(tuple(sorted(x)) for x in points))
         return self._with_fetches(run, place, dict(fetched)) if fetched else run
 
@@ -133,7 +134,7 @@ class UnitLowering:
         """For every step: (earlier step, its state that this step wants elsewhere)."""
         # Name -> (last step that had it, its buffer there, its device, its bytes)
         last: dict[str, tuple[int, int, int, int]] = {}
-        found = []
+        by_step = []
         for step, (lowering, place) in enumerate(zip(self.steps, placement.devices, strict=True)):
             moves: dict[int, list[ir.Transfer]] = defaultdict(list)
             buffers = lowering.graph.trace.buffers
@@ -143,8 +144,8 @@ class UnitLowering:
                 if src != device:
                     moves[before].append(ir.Transfer(GIVEN, held, 0, min(size, held_bytes), src, device))
                 last[name] = (step, buffer, device, size)
-            found.append(sorted(moves.items(), reverse=True))
-        return found
+            by_step.append(sorted(moves.items(), reverse=True))
+        return by_step
 
 
 def lower(plan: ir.Plan) -> tuple[tuple[ir.Program, ...], ...]:
@@ -232,12 +233,12 @@ def _homes(state: StateLaunches, place: Sequence[int]) -> tuple[tuple[int, int],
 def outputs_of(graph: ir.Graph, place: Sequence[int]) -> tuple[tuple[str, int], ...]:
     final: dict[int, ir.Value] = {v.buffer: v for v in graph.values if v.is_final}
     homes = dict(homes_of(graph, place))
-    found = []
+    places = []
     for name, view in graph.trace.outputs:
         value = final.get(view.buffer)
         producer = value.producer if value is not None else None
-        found.append((name, place[producer] if producer is not None else homes.get(view.buffer, 0)))
-    return tuple(found)
+        places.append((name, place[producer] if producer is not None else homes.get(view.buffer, 0)))
+    return tuple(places)
 
 
 def check_programs(plan: ir.Plan, programs: Sequence[ir.Program]) -> None:
@@ -257,13 +258,13 @@ class _Checker:
                 self._reads[reader].append(number)
             if value.producer is not None:
                 self._makes[value.producer].append(number)
-        given = {v.buffer: n for n, v in enumerate(graph.values) if v.producer is None}
-        there = {buffer: given.get(buffer, GIVEN) for buffer in graph.trace.buffers_of(ir.BufferKind.INPUT)}
-        self._held = [there | {b: given.get(b, GIVEN) for b in weights} for weights in program.weights]
+        initial = {v.buffer: n for n, v in enumerate(graph.values) if v.producer is None}
+        inputs = {b: initial.get(b, GIVEN) for b in graph.trace.buffers_of(ir.BufferKind.INPUT)}
+        self._held = [inputs | {b: initial.get(b, GIVEN) for b in weights} for weights in program.weights]
         moved = [(t.buffer, t.src) for t in program.transfers if t.value == GIVEN]
         for buffer, device in (*program.homes, *moved):
-            self._held[device][buffer] = GIVEN if moved else given.get(buffer, GIVEN)
-        self._given = given
+            self._held[device][buffer] = GIVEN if moved else initial.get(buffer, GIVEN)
+        self._initial = initial
         # [device]: launches whose weights are in its places.
         self._fetched: list[deque[int]] = [deque() for _ in program.instructions]
 
@@ -327,20 +328,20 @@ class _Checker:
             if self._fetched[device].popleft() != run.launch:
                 raise self._broken("weights are fetched in order", device, self._words(run))
             fetched = fetched_by(trace, self._program, device, run.launch)
-            held |= {b: self._given.get(b, GIVEN) for b in fetched}
-        for value in self._reads[run.launch]:
-            found = values[value]
-            buffer = trace.buffers[found.buffer]
+            held |= {b: self._initial.get(b, GIVEN) for b in fetched}
+        for number in self._reads[run.launch]:
+            value = values[number]
+            buffer = trace.buffers[value.buffer]
             # Memory that no launch has written has no version.
             is_noise = (
-                buffer.kind in (ir.BufferKind.TEMPORARY, ir.BufferKind.OUTPUT) and found.producer is None
+                buffer.kind in (ir.BufferKind.TEMPORARY, ir.BufferKind.OUTPUT) and value.producer is None
             )
-            if found.num_bytes and not is_noise and held.get(found.buffer) != value:
-                what = f"{self._words(run)} reads buffer {found.buffer} ({buffer.name})"
+            if value.num_bytes and not is_noise and held.get(value.buffer) != number:
+                what = f"{self._words(run)} reads buffer {value.buffer} ({buffer.name})"
                 raise self._broken("every read finds the version it needs on its device", device, what)
         for access in trace.launches[run.launch].accesses:
             self._check_not_freed(device, run, access.buffer)
-        held.update((values[value].buffer, value) for value in self._makes[run.launch])
+        held.update((values[number].buffer, number) for number in self._makes[run.launch])
         for weight in fetched:
             del held[weight]
 

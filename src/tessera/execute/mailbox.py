@@ -282,7 +282,7 @@ class Mailbox:
             os.close(self._wake_fd)
 
     def _end(self, kind: int, hear: Hear, max_bytes: Callable[[PeerConnection], int]) -> _End:
-        made = self._context.socket(kind)
+        zmq_socket = self._context.socket(kind)
         options = {
             zmq.LINGER: 0,
             zmq.SNDHWM: HIGH_WATER,
@@ -295,11 +295,11 @@ class Mailbox:
             **KEEP_ALIVE,
         }
         for option, value in options.items():
-            made.setsockopt(option, value)
+            zmq_socket.setsockopt(option, value)
         with self._lock:
             self._num_sockets += 1
-        monitor = made.get_monitor_socket(addr=f"inproc://monitor-{self._num_sockets}")
-        return _End(made, monitor, hear, max_bytes)
+        monitor = zmq_socket.get_monitor_socket(addr=f"inproc://monitor-{self._num_sockets}")
+        return _End(zmq_socket, monitor, hear, max_bytes)
 
     def _add(self, end: _End) -> None:
         with self._lock:
@@ -323,17 +323,18 @@ class Mailbox:
 
     def _admit(self, public: bytes) -> None:
         """Answers the library's questions about client keys."""
-        asked, key = self._context.socket(zmq.REP), z85.decode(public)
-        asked.linger = 0
-        asked.bind(ZAP)
+        key = z85.decode(public)
+        server = self._context.socket(zmq.REP)
+        server.linger = 0
+        server.bind(ZAP)
 
         def answer() -> None:
             with contextlib.suppress(zmq.ZMQError):  # the context has ended
                 while True:
-                    _, request, _, _, _, mechanism, *credentials = asked.recv_multipart()
+                    _, request, _, _, _, mechanism, *credentials = server.recv_multipart()
                     is_known = mechanism == b"CURVE" and credentials == [key]
-                    asked.send_multipart([b"1.0", request, b"200" if is_known else b"400", b"", b"", b""])
-            asked.close(0)
+                    server.send_multipart([b"1.0", request, b"200" if is_known else b"400", b"", b"", b""])
+            server.close(0)
 
         threading.Thread(target=answer, name="tessera-keys", daemon=True).start()
 

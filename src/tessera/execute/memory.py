@@ -79,7 +79,7 @@ def footprints(
     plans: Sequence[ir.Plan], programs: Sequence[Programs], microbatches: int | None = None
 ) -> tuple[Footprint, ...]:
     microbatches = microbatches or max(plan.microbatches for plan in plans)
-    found = []
+    by_device = []
     for index, device in enumerate(plans[0].cluster.devices):
         weights = {
             w: s for p, lanes in zip(plans, programs, strict=True) for w, s in _weights(p, lanes, index)
@@ -95,8 +95,8 @@ def footprints(
         if len(plans) == 1 and table:  # any microbatch may use the largest lane
             held = sum(each[0][table[microbatch % len(table)]] for microbatch in range(microbatches))
         sizes = (sum(weights.values()), most, microbatches, held, sum(pages.values()))
-        found.append(Footprint(device.name, *sizes))
-    return tuple(found)
+        by_device.append(Footprint(device.name, *sizes))
+    return tuple(by_device)
 
 
 def touched(trace: ir.Trace, program: ir.Program, device: int) -> Iterator[tuple[int, bool]]:
@@ -132,8 +132,8 @@ def late_at(trace: ir.Trace, program: ir.Program, device: int) -> int:
     """Position of the first instruction that reads a late input."""
     late = {b for b in trace.buffers_of(ir.BufferKind.INPUT) if trace.buffers[b].name in LATE_INPUTS}
     column = program.instructions[device]
-    found = (n for n, x in enumerate(column) if not late.isdisjoint(_named(trace, program, x)))
-    return next(found, len(column))
+    positions = (n for n, x in enumerate(column) if not late.isdisjoint(_named(trace, program, x)))
+    return next(positions, len(column))
 
 
 def _named(trace: ir.Trace, program: ir.Program, instruction: ir.Instruction) -> Iterator[int]:
@@ -178,8 +178,8 @@ def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGN) * ALIGN
 
 
-def check_fits(plans: Sequence[ir.Plan], found: Sequence[Footprint]) -> None:
-    for device, footprint in zip(plans[0].cluster.devices, found, strict=True):
+def check_fits(plans: Sequence[ir.Plan], needed: Sequence[Footprint]) -> None:
+    for device, footprint in zip(plans[0].cluster.devices, needed, strict=True):
         check_memory(footprint, device.memory_bytes)
 
 
@@ -209,15 +209,15 @@ def landing(program: ir.Program, src: int, dst: int) -> tuple[dict[int, int], in
 
 
 def _weights(plan: ir.Plan, programs: Programs, device: int) -> list[tuple[str, int]]:
-    found = []
+    sizes = []
     for lane in programs:
         for program in lane:
             trace = plan.graphs[program.step].trace
             for buffer in program.weights[device]:
                 weight = trace.buffers[buffer]
                 name = f"{weight.name} of {trace.digest}" if weight.constant_hex else weight.name
-                found.append((name, weight.size_bytes))
-    return found
+                sizes.append((name, weight.size_bytes))
+    return sizes
 
 
 def _remedy(footprint: Footprint, memory_bytes: int) -> str:
@@ -296,10 +296,10 @@ def part_of(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
     `W[a:b/n,kxm]` is those bytes as 16-bit matrices of k rows and m columns, transposed.
     """
-    found = PART.search(name)
-    if name in tensors or found is None:
+    match = PART.search(name)
+    if name in tensors or match is None:
         return tensors[name]
-    first, last, width, rows, columns = (int(number or 0) for number in found.groups())
+    first, last, width, rows, columns = (int(number or 0) for number in match.groups())
     storage = tensors[whole_of(name)].detach().untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     part = flat.view(-1, width)[:, first:last]
@@ -317,13 +317,13 @@ def copied(view: torch.Tensor, is_shared_memory: bool = False) -> torch.Tensor:
 def storage_of(buffer: ir.Buffer, tensors: Mapping[str, torch.Tensor]) -> Storage:
     if not {buffer.name, whole_of(buffer.name)} & tensors.keys():
         raise MismatchError(f"there is no {buffer.kind} '{buffer.name}'", REMEDY)
-    given = tensors[buffer.name] if buffer.name in tensors else copied(part_of(buffer.name, tensors))
-    given = given.detach()
-    if buffer.kind is ir.BufferKind.INPUT and given.nbytes < buffer.size_bytes and given.is_contiguous():
-        padded = torch.zeros(buffer.size_bytes, dtype=torch.uint8, device=given.device)
-        padded[: given.nbytes] = given.reshape(-1).view(torch.uint8)
+    tensor = tensors[buffer.name] if buffer.name in tensors else copied(part_of(buffer.name, tensors))
+    tensor = tensor.detach()
+    if buffer.kind is ir.BufferKind.INPUT and tensor.nbytes < buffer.size_bytes and tensor.is_contiguous():
+        padded = torch.zeros(buffer.size_bytes, dtype=torch.uint8, device=tensor.device)
+        padded[: tensor.nbytes] = tensor.reshape(-1).view(torch.uint8)
         return padded.untyped_storage()
-    storage: Storage = given.untyped_storage()
+    storage: Storage = tensor.untyped_storage()
     if storage.nbytes() != buffer.size_bytes:
         sizes = f"{storage.nbytes()} bytes, but {buffer.size_bytes} in the trace"
         raise MismatchError(f"{buffer.kind} '{buffer.name}' has {sizes}", REMEDY)
@@ -334,23 +334,23 @@ class Memory:
     def __init__(self, weights: Mapping[int, Storage], make: Make | None = None) -> None:
         """`make` allocates a buffer that is named before it is written."""
         self._weights, self._make = weights, make
-        self._own: dict[int, Storage] = {}
+        self._storages: dict[int, Storage] = {}
         self.calls: dict[int, Callable[[], None]] = {}
         self.slots: Slots = {}
 
     def get(self, buffer: int) -> Storage:
         """A KeyError here is a bug in lowering."""
-        found = self._own.get(buffer)
-        if found is None:
-            found = self._weights.get(buffer)
-        if found is None:
+        storage = self._storages.get(buffer)
+        if storage is None:
+            storage = self._weights.get(buffer)
+        if storage is None:
             if self._make is None:
                 raise KeyError(buffer)
-            found = self._own[buffer] = self._make(buffer)
-        return found
+            storage = self._storages[buffer] = self._make(buffer)
+        return storage
 
     def use_slot(self, launch: int) -> None:
-        self._own.update(self.slots.get(launch, ()))
+        self._storages.update(self.slots.get(launch, ()))
 
     def is_fixed(self, buffer: int) -> bool:
         return False
@@ -367,23 +367,23 @@ class Memory:
             bytes_of(place, 0, source.nbytes()).copy_(bytes_of(source, 0, source.nbytes()))
 
     def put(self, buffer: int, storage: Storage) -> None:
-        self._own[buffer] = storage
+        self._storages[buffer] = storage
 
     def free(self, buffer: int) -> None:
-        self._own.pop(buffer, None)
+        self._storages.pop(buffer, None)
 
 
 class PlacedMemory(Memory):
     def __init__(self, weights: Mapping[int, Storage], places: Mapping[int, Storage]) -> None:
         super().__init__(weights)
-        self._own.update(places)
+        self._storages.update(places)
 
     def is_fixed(self, buffer: int) -> bool:
-        return buffer in self._own or buffer in self._weights
+        return buffer in self._storages or buffer in self._weights
 
     def put(self, buffer: int, storage: Storage) -> None:
         """An input may be given in part, its first bytes."""
-        place = self._own[buffer]
+        place = self._storages[buffer]
         if place.data_ptr() != storage.data_ptr():
             size = min(place.nbytes(), storage.nbytes())
             bytes_of(place, 0, size).copy_(bytes_of(storage, 0, size))
@@ -393,7 +393,8 @@ class PlacedMemory(Memory):
 class ProgramMemory:
     program: ir.Program
     memory: PlacedMemory
-    given: dict[str, int]
+    # Inputs and state, by name.
+    buffers: dict[str, int]
     outputs: dict[str, ir.View]
     state: dict[str, torch.Tensor]
     until_wait_us: Sequence[float]
@@ -409,15 +410,15 @@ class DeviceState:
         self._device, self._card = device, card
         self.traces: list[ir.Trace] = []
         self.homes: dict[int, dict[str, Storage]] = defaultdict(dict)
-        # Plans may have state of different sizes under one name.
-        self.own: dict[tuple[int, str, int], Storage] = {}
+        # (microbatch, name, bytes): plans may have state of different sizes under one name.
+        self.by_microbatch: dict[tuple[int, str, int], Storage] = {}
         # (microbatch, bytes of a place)
         self.rings: dict[tuple[int, tuple[int, ...]], list[list[Storage]]] = {}
 
     def buffer(self, microbatch: int, program: ir.Program, index: int) -> Storage:
         """Zeros at first: finite, and valid indices."""
         buffer = self.traces[program.step].buffers[index]
-        held: dict[Any, Storage] = self.own
+        held: dict[Any, Storage] = self.by_microbatch
         key: Any = (microbatch, buffer.name, buffer.size_bytes)
         if is_shared(program, buffer.name):
             held, key = self.homes[program.home], buffer.name
@@ -426,12 +427,13 @@ class DeviceState:
         return held[key]
 
     def named(self, microbatch: int, program: ir.Program) -> dict[str, torch.Tensor]:
-        buffers, found = self.traces[program.step].buffers, dict[str, torch.Tensor]()
+        buffers = self.traces[program.step].buffers
+        contents: dict[str, torch.Tensor] = {}
         for index, home in program.homes:
             if home == self._device:
                 storage = self.buffer(microbatch, program, index)
-                found[buffers[index].name] = bytes_of(storage, 0, storage.nbytes())
-        return found
+                contents[buffers[index].name] = bytes_of(storage, 0, storage.nbytes())
+        return contents
 
     def find(self, place: StatePlace, name: str, programs: Sequence[Sequence[ir.Program]]) -> Storage | None:
         """`programs`: by lane. None: not here."""
@@ -483,9 +485,9 @@ class WorkerMemory(DeviceState):
         places = self._places(microbatch, program)
         memory = PlacedMemory(self._weights[program.step], places)
         memory.slots = self.slots(microbatch, program)
-        given = {trace.buffers[b].name: b for b in places if trace.buffers[b].kind in GIVEN}
-        here = {name for name, holder in program.outputs if holder == device}
-        outputs = {name: view for name, view in trace.outputs if name in here}
+        buffers = {trace.buffers[b].name: b for b in places if trace.buffers[b].kind in GIVEN}
+        names = {name for name, holder in program.outputs if holder == device}
+        outputs = {name: view for name, view in trace.outputs if name in names}
         state = self.named(microbatch, program)
         until: Sequence[float] = ()
         if us:
@@ -493,22 +495,22 @@ class WorkerMemory(DeviceState):
                 program.instructions[device], lambda x: us[x.launch] if isinstance(x, ir.Run) else 0.0
             )
         late = late_at(trace, program, device)
-        return ProgramMemory(program, memory, given, outputs, state, until, late)
+        return ProgramMemory(program, memory, buffers, outputs, state, until, late)
 
     def _places(self, microbatch: int, program: ir.Program) -> dict[int, Storage]:
         trace, pool = self.traces[program.step], self._pools[microbatch]
         free = {size: list(held) for size, held in pool.items()}
         places: dict[int, Storage] = {}
-        for buffer, is_needed in touched(trace, program, self._device):
-            found = trace.buffers[buffer]
-            size = found.size_bytes
-            if found.kind is ir.BufferKind.STATE:
-                places[buffer] = self.buffer(microbatch, program, buffer)
+        for index, is_needed in touched(trace, program, self._device):
+            buffer = trace.buffers[index]
+            size = buffer.size_bytes
+            if buffer.kind is ir.BufferKind.STATE:
+                places[index] = self.buffer(microbatch, program, index)
             elif not is_needed:
-                free.setdefault(size, []).append(places[buffer])
+                free.setdefault(size, []).append(places[index])
             elif free.get(size):
-                places[buffer] = free[size].pop()
+                places[index] = free[size].pop()
             else:
-                places[buffer] = allocate(size)
-                pool.setdefault(size, []).append(places[buffer])
+                places[index] = allocate(size)
+                pool.setdefault(size, []).append(places[index])
         return places

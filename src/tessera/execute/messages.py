@@ -59,8 +59,8 @@ class PackedTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 @cache
 def _item_bytes() -> Mapping[str, int]:
-    found = {str(x).removeprefix("torch."): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
-    return {name: x.itemsize for name, x in found.items() if not name.startswith(("q", "bits"))}
+    dtypes = {str(x).removeprefix("torch."): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
+    return {name: x.itemsize for name, x in dtypes.items() if not name.startswith(("q", "bits"))}
 
 
 def pack(tensor: torch.Tensor) -> PackedTensor:
@@ -71,10 +71,10 @@ def pack(tensor: torch.Tensor) -> PackedTensor:
 
 
 def unpack(packed: PackedTensor) -> torch.Tensor:
-    made = torch.empty(packed.shape, dtype=getattr(torch, packed.dtype))
+    tensor = torch.empty(packed.shape, dtype=getattr(torch, packed.dtype))
     if packed.data.nbytes:
-        made.reshape(-1).view(torch.uint8).numpy()[:] = np.frombuffer(packed.data, dtype=np.uint8)
-    return made
+        tensor.reshape(-1).view(torch.uint8).numpy()[:] = np.frombuffer(packed.data, dtype=np.uint8)
+    return tensor
 
 
 PackedTensors = dict[str, PackedTensor]
@@ -412,8 +412,8 @@ def make_setups(
 
 
 def modelled_us(loaded: Lanes, device: int, first: int = 0) -> tuple[tuple[float, ...], ...]:
-    found = (() if costs is None else costs.costs for costs in loaded.costs[first:])
-    return tuple(tuple(row[device].us for row in rows) for rows in found)
+    tables = (() if costs is None else costs.costs for costs in loaded.costs[first:])
+    return tuple(tuple(row[device].us for row in rows) for rows in tables)
 
 
 def pack_config(setup: Setup) -> bytes:
@@ -451,15 +451,15 @@ def setup_of(config: WorkerConfig, weights: Mapping[str, torch.Tensor], secret: 
     """Raises MismatchError if a weight differs from the engine's. `host`: this machine's address for other
     workers.
     """
-    own = {}
+    laid_out = {}
     for record in config.weight_records:
         tensor = weights[record.name]
         if fingerprint(tensor) != record.fingerprint:
             model = config.traces[0].step.model
             remedy = f"Have the same {model} on every machine, or name its folder with --model."
             raise MismatchError(f"weight '{record.name}' here is not the engine's", remedy)
-        own[record.name] = _laid_out(tensor.detach(), record.stride)
-    return Setup(**vars(config) | {"weight_records": ()}, weights=own, secret=secret, host=host)
+        laid_out[record.name] = _laid_out(tensor.detach(), record.stride)
+    return Setup(**vars(config) | {"weight_records": ()}, weights=laid_out, secret=secret, host=host)
 
 
 def weight_of(name: str, tensor: torch.Tensor) -> WeightRecord:

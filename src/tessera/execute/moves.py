@@ -50,61 +50,61 @@ class Moves:
             if size % WORD:
                 message = f"a page has {size} bytes, no multiple of {WORD}"
                 raise MismatchError(message, "Plan without moves.", f"move {move.number}")
-        found = MoveUnderWay(move, (source.home, destination.home), Counter(), {}, self._due_s())
+        entry = MoveUnderWay(move, (source.home, destination.home), Counter(), {}, self._due_s())
         for route in routes:
             run, pair = new_run(), (route.source, route.destination)
-            found.runs[run] = pair
-            found.num_bytes[pair] += route.num_bytes
+            entry.runs[run] = pair
+            entry.num_bytes[pair] += route.num_bytes
             pages = (list(route.from_pages), list(route.to_pages))
             order = MovePages(run, route.destination, *route.places, route.buffers, *pages)
             self._hub.order(route.source, order)
-        self.under_way.append(found)
-        self._settle(found)
+        self.under_way.append(entry)
+        self._settle(entry)
 
     def done(self, device: int, run: int) -> bool:
         """The destination has all pages; False if this is no run of a move."""
-        for found in self.under_way:
-            if found.runs.get(run, (-1, -1))[1] == device:
-                if not found.failure:
-                    del found.runs[run]
-                    self._settle(found)
+        for entry in self.under_way:
+            if entry.runs.get(run, (-1, -1))[1] == device:
+                if not entry.failure:
+                    del entry.runs[run]
+                    self._settle(entry)
                 return True
         return False
 
     def cancelled(self, run: int, device: int) -> None:
-        for found in list(self.under_way):
-            found.ending.discard((run, device))
-            self._settle(found)
+        for entry in list(self.under_way):
+            entry.ending.discard((run, device))
+            self._settle(entry)
 
     def fail(self, why: str, is_hit: Callable[[MoveUnderWay], bool], gone: Collection[int] = ()) -> None:
-        for found in list(self.under_way):
-            if not found.failure and is_hit(found):
-                found.failure, found.until_s = why, self._due_s()
-                found.ending = {(run, device) for run, ends in found.runs.items() for device in ends}
-                for run, device in found.ending:
+        for entry in list(self.under_way):
+            if not entry.failure and is_hit(entry):
+                entry.failure, entry.until_s = why, self._due_s()
+                entry.ending = {(run, device) for run, ends in entry.runs.items() for device in ends}
+                for run, device in entry.ending:
                     if device not in gone:
                         self._hub.order(device, Cancel(run))
-            found.ending = {(run, device) for run, device in found.ending if device not in gone}
-            self._settle(found)
+            entry.ending = {(run, device) for run, device in entry.ending if device not in gone}
+            self._settle(entry)
 
     def late(self) -> tuple[list[tuple[int, int]], set[int]]:
         """Cancels moves past their deadline; (their pairs of devices, devices that did not confirm)."""
-        late = [found for found in self.under_way if found.until_s <= time.monotonic()]
-        silent = {device for found in late if found.failure for _, device in found.ending}
-        pairs = [pair for found in late if not found.failure for pair in found.runs.values()]
+        late = [entry for entry in self.under_way if entry.until_s <= time.monotonic()]
+        silent = {device for entry in late if entry.failure for _, device in entry.ending}
+        pairs = [pair for entry in late if not entry.failure for pair in entry.runs.values()]
         why = f"its pages have not arrived within {self._timeout_s:g} s" if late else ""
-        self.fail(why, lambda found: any(found is other for other in late))
+        self.fail(why, lambda entry: any(entry is other for other in late))
         return pairs, silent
 
-    def _settle(self, found: MoveUnderWay) -> None:
-        if (not found.failure and found.runs) or found.ending:
+    def _settle(self, entry: MoveUnderWay) -> None:
+        if (not entry.failure and entry.runs) or entry.ending:
             return
-        self.under_way.remove(found)
-        num_bytes = 0 if found.failure else found.num_bytes.total()
-        if not found.failure:
-            self.moved += found.num_bytes
-        seconds = time.monotonic() - found.began_s
-        self._tell(Moved(found.move.number, found.failure, seconds, num_bytes))
+        self.under_way.remove(entry)
+        num_bytes = 0 if entry.failure else entry.num_bytes.total()
+        if not entry.failure:
+            self.moved += entry.num_bytes
+        seconds = time.monotonic() - entry.began_s
+        self._tell(Moved(entry.move.number, entry.failure, seconds, num_bytes))
 
     def _due_s(self) -> float:
         return float("inf") if self._timeout_s is None else time.monotonic() + self._timeout_s

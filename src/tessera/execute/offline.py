@@ -113,11 +113,12 @@ class _Run(Watcher[int]):
         return self.stepper.now_s() - self.origin_s
 
     def _switch(self) -> None:
-        wanted, num = self.policy(self._num_done), len(self.stepper.plans)
-        if not 0 <= wanted < num:
-            raise TesseraError(f"policy must be 0 to {num - 1}, got {wanted}")
-        if wanted != self._scheduler.policy:
-            self._scheduler.switch(wanted)
+        policy = self.policy(self._num_done)
+        num = len(self.stepper.plans)
+        if not 0 <= policy < num:
+            raise TesseraError(f"policy must be 0 to {num - 1}, got {policy}")
+        if policy != self._scheduler.policy:
+            self._scheduler.switch(policy)
 
     def finished(self, request: int) -> None:
         self._num_done += 1

@@ -23,11 +23,11 @@ ALL = 1 << 62
 
 @dataclass(frozen=True)
 class StepOrder:
-    """What devices know of one another in a step; sends and receives of a device are its events."""
+    """What devices know of one another in a step. Events of a device are its sends and receives."""
 
     devices: frozenset[int]
-    # Events of the other before the end of the device's share.
-    known: tuple[tuple[int, ...], ...]
+    # [device]: its vector clock at the end of its share, events of each device.
+    clocks: tuple[tuple[int, ...], ...]
     # Event of the destination after its last use of what it received.
     needed: dict[Pair, int]
     # Devices that have begun the step when the source first sends to the destination.
@@ -35,7 +35,7 @@ class StepOrder:
 
     def can_precede(self, following: "StepOrder") -> bool:
         return self.devices == following.devices and all(
-            max(self.known[device][pair[1]] for device in begun) >= self.needed.get(pair, 0)
+            max(self.clocks[device][pair[1]] for device in begun) >= self.needed.get(pair, 0)
             for pair, begun in following.begun.items()
         )
 
@@ -50,7 +50,7 @@ def can_overlap(plan: Plan, lane: Lane) -> bool:
 
 def order_of(step: StepLowering, place: Sequence[int]) -> StepOrder:
     run, num = step.run(place), step.num_devices
-    known = [[0] * num for _ in range(num)]
+    clocks = [[0] * num for _ in range(num)]
     begun = [frozenset({device}) for device in range(num)]
     first: dict[Pair, frozenset[int]] = {}
     sent: dict[int, tuple[list[int], frozenset[int]]] = {}
@@ -61,20 +61,20 @@ def order_of(step: StepLowering, place: Sequence[int]) -> StepOrder:
             if not is_send and number not in sent:
                 break
             position[device] += 1
-            known[device][device] += 1
+            clocks[device][device] += 1
             transfer = run.transfers[number]
             if is_send:
-                sent[number] = list(known[device]), begun[device]
+                sent[number] = list(clocks[device]), begun[device]
                 first.setdefault((device, transfer.dst), begun[device])
                 ready.append(transfer.dst)
             else:
-                heard, others = sent[number]
-                known[device] = [max(pair) for pair in zip(known[device], heard, strict=True)]
+                clock, others = sent[number]
+                clocks[device] = [max(pair) for pair in zip(clocks[device], clock, strict=True)]
                 begun[device] |= others
     for device in range(num):
-        known[device][device] = ALL
+        clocks[device][device] = ALL
     devices = frozenset({*place, *(device for _, device in outputs_of(step.graph, place))})
-    return StepOrder(devices, tuple(map(tuple, known)), _needed(step.graph.trace, place, run), first)
+    return StepOrder(devices, tuple(map(tuple, clocks)), _needed(step.graph.trace, place, run), first)
 
 
 def _needed(trace: Trace, place: Sequence[int], run: LoweredRun) -> dict[Pair, int]:
@@ -86,11 +86,11 @@ def _needed(trace: Trace, place: Sequence[int], run: LoweredRun) -> dict[Pair, i
     # Outputs are read after the end, and buffers that are sent on by streams of their own.
     lasting = {(device, view.buffer) for device in range(len(run.points)) for _, view in trace.outputs}
     lasting |= {(transfer.src, transfer.buffer) for transfer in run.transfers}
-    found: dict[Pair, int] = {}
+    needed: dict[Pair, int] = {}
     for transfer in run.transfers:
         pair, points = (transfer.src, transfer.dst), run.points[transfer.dst]
         used = (last.get((transfer.dst, transfer.buffer), -1), 1)
         behind = bisect_left(points, used, key=lambda point: point[:2]) + 1
         is_lasting = (transfer.dst, transfer.buffer) in lasting or behind > len(points)
-        found[pair] = max(found.get(pair, 0), ALL if is_lasting else behind)
-    return found
+        needed[pair] = max(needed.get(pair, 0), ALL if is_lasting else behind)
+    return needed

@@ -59,10 +59,10 @@ class PageCopier:
     def scatter(self, parts: Sequence[PageRows], contents: torch.Tensor) -> Any:
         at = 0
         with self.stream():
-            here = contents.to(self._card, non_blocking=True)
+            staged = contents.to(self._card, non_blocking=True)
             for rows, pages in parts:
                 size = len(pages) * rows.shape[1] * WORD
-                chosen = here[at : at + size].view(torch.int64).view(len(pages), -1)
+                chosen = staged[at : at + size].view(torch.int64).view(len(pages), -1)
                 rows.index_copy_(0, self._index(pages), chosen)
                 at += size
             return self.mark()
@@ -138,7 +138,7 @@ class PageMover:
         self._slots: dict[tuple[int, int], torch.Tensor] = {}
         self._copying: list[_Copying] = []
         # Move -> pieces copied; moves that write nothing any more; pieces for unknown homes.
-        self._taken: dict[int, int] = {}
+        self._copied: dict[int, int] = {}
         self._cancelled: deque[int] = deque(maxlen=REMEMBERED)
         self._early: list[PageNews] = []
         # Pieces of an earlier worker of this device have other numbers.
@@ -180,7 +180,7 @@ class PageMover:
     def cancel(self, run: int) -> None:
         """Nothing of the move is copied when this returns."""
         self._cancelled.append(run)
-        self._taken.pop(run, None)
+        self._copied.pop(run, None)
         for way in self._ways.values():
             way.jobs = deque(job for job in way.jobs if job.order.run != run)
         for copying in [copying for copying in self._copying if copying.run == run]:
@@ -251,18 +251,18 @@ class PageMover:
         if contents.numel() != sum(sizes) or any(max(p, default=0) >= len(rows) for rows, p in targets):
             return
 
-        def taken(is_cancelled: bool) -> None:
+        def finish(is_cancelled: bool) -> None:
             self._return_slot(news)
             self._put_down(frame.run, frame.total, is_cancelled)
 
-        self._add(_Copying(frame.run, self._copier.scatter(targets, contents), taken))
+        self._add(_Copying(frame.run, self._copier.scatter(targets, contents), finish))
 
     def _put_down(self, run: int, total: int, is_cancelled: bool) -> None:
         if is_cancelled:
             return
-        self._taken[run] = self._taken.get(run, 0) + 1
-        if self._taken[run] == total:
-            del self._taken[run]
+        self._copied[run] = self._copied.get(run, 0) + 1
+        if self._copied[run] == total:
+            del self._copied[run]
             self._tell(Done(run, {}, {}))
 
     def _return_slot(self, news: PageNews) -> None:

@@ -58,11 +58,11 @@ class TraceRunner:
     def memory(self, inputs: Tensors, state: Tensors) -> Memory:
         """Buffers are allocated when first named; state is changed in place."""
         memory = Memory(self.weights, fresh(self.trace, self.device))
-        for buffer, storage in self.given(inputs, state).items():
+        for buffer, storage in self.storages(inputs, state).items():
             memory.put(buffer, storage)
         return memory
 
-    def given(self, inputs: Tensors, state: Tensors) -> dict[int, Storage]:
+    def storages(self, inputs: Tensors, state: Tensors) -> dict[int, Storage]:
         return {
             **bind_storages(self.trace, (BufferKind.INPUT,), inputs, self.device),
             **bind_storages(self.trace, (BufferKind.STATE,), state, self.device),
@@ -94,9 +94,9 @@ class InOrder:
     def __call__(self, step: int, inputs: Tensors, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         for name, tensor in state.items():
             state[name] = tensor.to(self._device)
-        given = {name: tensor.to(self._device, copy=True) for name, tensor in inputs.items()}
+        copies = {name: tensor.to(self._device, copy=True) for name, tensor in inputs.items()}
         runner = self._runners[step]
-        memory = runner.memory(given, state)
+        memory = runner.memory(copies, state)
         runner.run(memory)
         return runner.outputs(memory)
 
@@ -112,12 +112,12 @@ class Replayed:
 class Replay:
     def __init__(self, trace: Trace, weights: Tensors, inputs: Tensors, state: Tensors) -> None:
         self._trace, self._runner = trace, TraceRunner(trace, weights)
-        self._given = self._runner.given(inputs, state)
+        self._initial = self._runner.storages(inputs, state)
         self._shared = _SharedMemory(trace, self._runner.weights)
 
     def run(self, order: Iterable[int] | None = None) -> Replayed:
         shared = self._shared
-        shared.reset(self._given)
+        shared.reset(self._initial)
         self._runner.run(shared, order)
         kinds = (BufferKind.TEMPORARY, BufferKind.OUTPUT)
         left = {b: _flat(shared.get(b)).clone() for kind in kinds for b in self._trace.buffers_of(kind)}
@@ -136,7 +136,7 @@ class Replay:
             ) from error
 
     def run_renamed(self, order: Sequence[int], values: Sequence[Value]) -> Replayed:
-        memory = _RenamedMemory(self._trace, self._runner.weights, self._given, values)
+        memory = _RenamedMemory(self._trace, self._runner.weights, self._initial, values)
         self._runner.run(memory, order)
         memory.settle()
         return Replayed(self._runner.outputs(memory), self._state(memory), {})
@@ -167,13 +167,13 @@ class _SharedMemory(Memory):
         super().__init__(weights)
         self._is_empty = [is_allocation(trace, launch) for launch in range(len(trace.launches))]
         sizes = [buffer.size_bytes for buffer in trace.buffers]
-        self._own.update({b: allocate(size) for b, size in enumerate(sizes) if b not in weights})
+        self._storages.update({b: allocate(size) for b, size in enumerate(sizes) if b not in weights})
         self.launch = 0
 
-    def reset(self, given: Mapping[int, Storage]) -> None:
-        for buffer, storage in self._own.items():
-            if buffer in given:
-                storage.copy_(given[buffer])
+    def reset(self, initial: Mapping[int, Storage]) -> None:
+        for buffer, storage in self._storages.items():
+            if buffer in initial:
+                storage.copy_(initial[buffer])
             else:
                 _flat(storage).fill_(POISON)
 
@@ -181,7 +181,7 @@ class _SharedMemory(Memory):
         self.launch = launch
 
     def put(self, buffer: int, storage: Storage) -> None:
-        place = self._own[buffer]
+        place = self._storages[buffer]
         if self._is_empty[self.launch]:
             _flat(place).fill_(POISON)
         elif storage.data_ptr() != place.data_ptr():
@@ -195,21 +195,21 @@ class _RenamedMemory(Memory):
         self,
         trace: Trace,
         weights: Mapping[int, Storage],
-        given: Mapping[int, Storage],
+        initial: Mapping[int, Storage],
         values: Sequence[Value],
     ) -> None:
         super().__init__(weights, fresh(trace, CPU, _poisoned))
-        self._trace, self._given, self._values = trace, given, values
+        self._trace, self._initial, self._values = trace, initial, values
         # (launch, buffer) -> number of the version that it reads, and that it makes.
         self._reads = {(reader, v.buffer): n for n, v in enumerate(values) for reader in v.readers}
         self._makes = {(v.producer, v.buffer): n for n, v in enumerate(values) if v.producer is not None}
         self._versions = {
-            n: given[v.buffer] for n, v in enumerate(values) if v.producer is None and v.buffer in given
+            n: initial[v.buffer] for n, v in enumerate(values) if v.producer is None and v.buffer in initial
         }
 
     def before(self, launch: int) -> None:
         """Poison where there is no version."""
-        self._own = {}
+        self._storages = {}
         for buffer in self._named(launch):
             version = self._versions.get(self._reads.get((launch, buffer), -1))
             if version is not None:
@@ -223,7 +223,7 @@ class _RenamedMemory(Memory):
                     _flat(version).fill_(POISON)
 
     def settle(self) -> None:
-        self._own = dict(self._given)
+        self._storages = dict(self._initial)
         for number, value in enumerate(self._values):  # versions of a buffer are in order
             if number in self._versions:
                 self.put(value.buffer, self._versions[number])

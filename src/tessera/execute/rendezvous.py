@@ -87,9 +87,9 @@ class Board:
 
     def set(self, key: str, value: bytes) -> None:
         self._values[key] = value
-        for source in [source for source, wanted in self._asking if wanted == key]:
+        for source in [source for source, awaited in self._asking if awaited == key]:
             self._send(source, StoreValue(key, value))
-        self._asking = [(source, wanted) for source, wanted in self._asking if wanted != key]
+        self._asking = [(source, awaited) for source, awaited in self._asking if awaited != key]
 
     def get(self, source: tuple[int, int], key: str) -> None:
         value = b"" if any(map(key.endswith, self._gone)) else self._values.get(key)

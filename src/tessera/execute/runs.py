@@ -130,12 +130,12 @@ class Runs:
         opened = self.opened[microbatch]
         (step,) = opened.steps
         run, running = next((n, x) for n, x in self.running.items() if x.step is step)
-        wanted = self._inputs[opened.lane.number][opened.at]
+        names = self._inputs[opened.lane.number][opened.at]
         packed = {name: messages.pack(tensor) for name, tensor in inputs.items()}
         for device in sorted(running.missing):
-            given = {name: values for name, values in packed.items() if name in wanted[device]}
-            if given:
-                self._order(microbatch, device, messages.LateInputs(run, given))
+            late = {name: values for name, values in packed.items() if name in names[device]}
+            if late:
+                self._order(microbatch, device, messages.LateInputs(run, late))
 
     def collect(self, device: int, done: messages.Done) -> StepDone | str | None:
         """Returns the step if it is complete, or a problem."""
@@ -226,8 +226,8 @@ class Runs:
         index = opened.at = step.left.popleft()
         program = self.programs[opened.lane.number][index]
         is_step, call = not step.left, step.call
-        wanted = self._inputs[opened.lane.number][index]
-        read = frozenset().union(*wanted) if is_step else frozenset[str]()
+        names = self._inputs[opened.lane.number][index]
+        read = frozenset().union(*names) if is_step else frozenset[str]()
         inputs = {name: messages.pack(tensor) for name, tensor in call.inputs.items() if name in read}
         fresh = self._take_state(opened, program)
         wants_state = is_step and call.wants_state
@@ -237,10 +237,10 @@ class Runs:
         skips = call.skips if is_step else ()
         for device in devices:
             place = (number, opened.number, opened.lane.number, index)
-            given = {name: packed for name, packed in inputs.items() if name in wanted[device]}
+            share = {name: packed for name, packed in inputs.items() if name in names[device]}
             wants = (wants_state, self.spans is not None)
-            is_open = is_step and call.is_open and bool(wanted[device] & LATE_INPUTS)
-            order = messages.Begin(*place, given, fresh.get(device, {}), *wants, skips, is_open)
+            is_open = is_step and call.is_open and bool(names[device] & LATE_INPUTS)
+            order = messages.Begin(*place, share, fresh.get(device, {}), *wants, skips, is_open)
             self._order(opened.number, device, order)
 
     def _order(self, microbatch: int, device: int, order: messages.Message) -> None:
@@ -266,18 +266,18 @@ class Runs:
     def _take_state(self, opened: OpenMicrobatch, program: Program) -> dict[int, messages.PackedTensors]:
         """Device -> its state that this run is the first to use."""
         buffers = self._trace(program).buffers
-        found: dict[int, messages.PackedTensors] = {}
+        state: dict[int, messages.PackedTensors] = {}
         for buffer, device in program.homes:
             name = buffers[buffer].name
             if name in opened.state:
-                found.setdefault(device, {})[name] = messages.pack(opened.state.pop(name))
-        return found
+                state.setdefault(device, {})[name] = messages.pack(opened.state.pop(name))
+        return state
 
 
 def _inputs_of(program: Program, trace: Trace) -> list[frozenset[str]]:
     names = {b: trace.buffers[b].name for b in trace.buffers_of(BufferKind.INPUT)}
     named = [named_on(trace, program, device) for device in range(len(program.instructions))]
-    return [frozenset(names[b] for b in here & names.keys()) for here in named]
+    return [frozenset(names[b] for b in buffers & names.keys()) for buffers in named]
 
 
 def participants(program: Program, taking: Collection[int]) -> list[int]:
@@ -307,13 +307,13 @@ def problem_of(
     """Empty if there is no problem. `missing`: devices that have not answered."""
     if device not in missing:
         return "it answered a run that it has no part in, or answered twice"
-    here = {name for name, at in program.outputs if at == device and name not in skips}
-    if done.outputs.keys() != here:
-        return f"it handed over {_listed(done.outputs)} in place of {_listed(here)}"
+    names = {name for name, at in program.outputs if at == device and name not in skips}
+    if done.outputs.keys() != names:
+        return f"it handed over {_listed(done.outputs)} in place of {_listed(names)}"
     for name, view in trace.outputs:
-        made = done.outputs.get(name)
-        if made is not None and (made.dtype, made.shape) != (view.dtype, view.shape):
-            return f"its '{name}' is {made.dtype} {list(made.shape)}, not {view.dtype} {list(view.shape)}"
+        packed = done.outputs.get(name)
+        if packed is not None and (packed.dtype, packed.shape) != (view.dtype, view.shape):
+            return f"its '{name}' is {packed.dtype} {list(packed.shape)}, not {view.dtype} {list(view.shape)}"
     if wants_state and (wrong := _state_problem(done, trace, program, device)):
         return wrong
     if any(row[0] >= len(trace.launches) for row in done.spans):

@@ -60,7 +60,7 @@ def until_wait(instructions: Sequence[Any], duration_us: Callable[[Any], float])
 
     Consecutive receives are one wait: at each of them, what follows the last counts.
     """
-    found: list[float] = []
+    times_us: list[float] = []
     total, is_waiting = 0.0, False
     for instruction in reversed(instructions):
         if isinstance(instruction, Recv):
@@ -68,8 +68,8 @@ def until_wait(instructions: Sequence[Any], duration_us: Callable[[Any], float])
         else:
             total = duration_us(instruction) + (0.0 if is_waiting else total)
             is_waiting = False
-        found.append(total)
-    return tuple(reversed(found))
+        times_us.append(total)
+    return tuple(reversed(times_us))
 
 
 class Queue:

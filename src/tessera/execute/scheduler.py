@@ -430,8 +430,8 @@ class Scheduler(Generic[R]):
             return
         given_up = {name for name, lost in self.lost.items() if lost.retry_s is None}
         plans = self.stepper.plans
-        known = [lane for lane in lanes.all if any(lane.plan is plan for plan in plans)]
-        if any(not lane.devices & given_up for lane in known):
+        current = [lane for lane in lanes.all if any(lane.plan is plan for plan in plans)]
+        if any(not lane.devices & given_up for lane in current):
             return
         last = list(self.lost.values())[-1]
         self.failure = f"no lane avoids {', '.join(sorted(given_up))}: {last.said}"

@@ -232,10 +232,10 @@ def _routes(
         if not all(first <= page < limit for page in pages):
             remedy = "Give pages of both homes, page 0 not among them."
             raise TesseraError(f"pages {from_pages} cannot go to pages {to_pages}", remedy, place)
-    found: dict[tuple[int, int], list[tuple[str, int]]] = {}
+    parts_by_pair: dict[tuple[int, int], list[tuple[str, int]]] = {}
     for name, buffer in one.items():
-        found.setdefault((buffer.device, other[name].device), []).append((name, buffer.page_bytes))
-    return [Route(*pair, ends, parts, from_pages, to_pages) for pair, parts in found.items()]
+        parts_by_pair.setdefault((buffer.device, other[name].device), []).append((name, buffer.page_bytes))
+    return [Route(*pair, ends, parts, from_pages, to_pages) for pair, parts in parts_by_pair.items()]
 
 
 if TYPE_CHECKING:
@@ -275,10 +275,10 @@ class SpanLog:
             return
         names = self._plan.cluster.names
         spans = self._spans.setdefault(request, [])
-        here_s = offset_s(device) - self._origin_s
+        shift_s = offset_s(device) - self._origin_s
         for launch, start, stop, cpu_s in done.spans:
             label = trace.kernel_of(launch).name
-            begin, end = (start + here_s) * self._us, (stop + here_s) * self._us
+            begin, end = (start + shift_s) * self._us, (stop + shift_s) * self._us
             spans.append(Span(names[device], label, request, microbatch, begin, end))
             self.cpu_us[names[device]] += cpu_s * self._us
         for number, start, stop in done.transfers:
@@ -286,13 +286,13 @@ class SpanLog:
             begin = (start + offset_s(transfer.src) - self._origin_s) * self._us
             track, label = f"{names[transfer.src]} -> {names[transfer.dst]}", f"{transfer.num_bytes} bytes"
             # Clocks of two machines differ; a span must not end before it starts.
-            end = max(begin, (stop + here_s) * self._us)
+            end = max(begin, (stop + shift_s) * self._us)
             spans.append(Span(track, label, request, microbatch, begin, end, True))
 
     def timeline(self) -> Timeline:
         spans = sorted(
-            (s for own in self._spans.values() for s in own), key=lambda s: (s.start_us, s.stop_us)
+            (s for row in self._spans.values() for s in row), key=lambda s: (s.start_us, s.stop_us)
         )
-        ends = {number: max(s.stop_us for s in own) for number, own in self._spans.items() if own}
+        ends = {number: max(s.stop_us for s in row) for number, row in self._spans.items() if row}
         requests = tuple((number, 0.0, stop) for number, stop in sorted(ends.items()))
         return Timeline(Clock.MEASURED, tuple(spans), requests)

@@ -34,7 +34,7 @@ from tessera.ir.host import cache_bytes, cpu_name
 Tensors = Mapping[str, torch.Tensor]
 # Weights, inputs and state on the device, or None and remarks. Called before the first launch, since it may
 # build a model.
-Own = Callable[[], tuple[Tensors | None, tuple[str, ...]]]
+MakeTensors = Callable[[], tuple[Tensors | None, tuple[str, ...]]]
 # (samples so far, seconds they took) -> True to stop.
 Enough = Callable[[Sequence[float], float], bool]
 
@@ -66,13 +66,15 @@ def repeat(sample: Callable[[], Sequence[float]], enough: Enough) -> list[float]
 
 
 class StepMemory:
-    def __init__(self, trace: Trace, launcher: Launcher, device: torch.device, given: Tensors | None) -> None:
+    def __init__(
+        self, trace: Trace, launcher: Launcher, device: torch.device, tensors: Tensors | None
+    ) -> None:
         self._trace, self._launcher, self._device = trace, launcher, device
-        self._is_real = given is not None
+        self._is_real = tensors is not None
         self._fresh = fresh(trace, device)
-        self._storages: dict[int, Storage] = {} if given is None else self._bind(given)
+        self._storages: dict[int, Storage] = {} if tensors is None else self._bind(tensors)
         self._last = last_uses(trace)
-        self._given = [_arguments(trace, x) for x in trace.launches]
+        self._arguments = [_arguments(trace, x) for x in trace.launches]
         self._results = [{v.buffer for v in x.outputs if v is not None} for x in trace.launches]
 
     def run(self, launch: int) -> None:
@@ -85,7 +87,7 @@ class StepMemory:
                 self._launcher.run(launch, memory)
         except LAUNCH_ERRORS:
             return
-        for buffer in self._given[launch] | self._results[launch]:
+        for buffer in self._arguments[launch] | self._results[launch]:
             self._storages[buffer] = memory.get(buffer)
         for buffer in self._last.get(launch, ()):
             self._storages.pop(buffer, None)
@@ -93,13 +95,13 @@ class StepMemory:
     def copies(self, launch: int, cold: frozenset[int], num: int) -> list[Memory]:
         """Written buffers are copied once, cold buffers each time."""
         base = self._memory() if self._is_fed(launch) else synthetic(self._trace, launch, self._device)
-        here = self._given[launch]
-        written = {a.buffer for a in self._trace.launches[launch].accesses if a.write or a.atomic} & here
-        shared = {b: base.get(b).clone() if b in written else base.get(b) for b in here}
+        arguments = self._arguments[launch]
+        written = {a.buffer for a in self._trace.launches[launch].accesses if a.write or a.atomic} & arguments
+        shared = {b: base.get(b).clone() if b in written else base.get(b) for b in arguments}
         copies = []
         for number in range(num):
             memory = Memory({})
-            for buffer in here:
+            for buffer in arguments:
                 again = number > 0 and buffer in cold
                 memory.put(buffer, shared[buffer].clone() if again else shared[buffer])
             copies.append(memory)
@@ -124,10 +126,10 @@ class StepMemory:
         # A missing buffer is only written: a result that the operator does not allocate.
         return Memory(dict(self._storages), self._fresh)
 
-    def _bind(self, given: Tensors) -> dict[int, Storage]:
+    def _bind(self, tensors: Tensors) -> dict[int, Storage]:
         buffers, kinds = self._trace.buffers, (BufferKind.WEIGHT, BufferKind.INPUT, BufferKind.STATE)
         sizes = {b.name: b.size_bytes for b in buffers}
-        fitting = {n: t for n, t in given.items() if t.untyped_storage().nbytes() == sizes.get(n)}
+        fitting = {n: t for n, t in tensors.items() if t.untyped_storage().nbytes() == sizes.get(n)}
         bound = bind_storages(self._trace, kinds, fitting, self._device, is_partial=True)
         # The caller's state stays as it is.
         return {b: s.clone() if buffers[b].kind is BufferKind.STATE else s for b, s in bound.items()}
@@ -136,8 +138,8 @@ class StepMemory:
 class LaunchTimer(ABC):
     cache_bytes: int
 
-    def __init__(self, trace: Trace, device: torch.device, own: Own) -> None:
-        self._trace, self._device, self._own = trace, device, own
+    def __init__(self, trace: Trace, device: torch.device, make_tensors: MakeTensors) -> None:
+        self._trace, self._device, self._make_tensors = trace, device, make_tensors
         self.remarks: tuple[str, ...] = ()
 
     @abstractmethod
@@ -157,15 +159,15 @@ class LaunchTimer(ABC):
             return self._time(launch, cold, enough)
 
     def whole(self, enough: Enough) -> list[float]:
-        if self._given is None:
+        if self._tensors is None:
             raise CannotTime("the model's own inputs are not there")
         with self._guarded():
-            return self._whole(self._given, enough)
+            return self._whole(self._tensors, enough)
 
     @cached_property
-    def _given(self) -> Tensors | None:
-        given, self.remarks = self._own()
-        return given
+    def _tensors(self) -> Tensors | None:
+        tensors, self.remarks = self._make_tensors()
+        return tensors
 
     @cached_property
     def _launcher(self) -> Launcher:
@@ -173,7 +175,7 @@ class LaunchTimer(ABC):
 
     @cached_property
     def _memory(self) -> StepMemory:
-        return StepMemory(self._trace, self._launcher, self._device, self._given)
+        return StepMemory(self._trace, self._launcher, self._device, self._tensors)
 
     @abstractmethod
     @contextmanager
@@ -184,15 +186,15 @@ class LaunchTimer(ABC):
     def _time(self, launch: int, cold: frozenset[int], enough: Enough) -> list[float]: ...
 
     @abstractmethod
-    def _whole(self, given: Tensors, enough: Enough) -> list[float]: ...
+    def _whole(self, tensors: Tensors, enough: Enough) -> list[float]: ...
 
     def _num_copies(self, cold: frozenset[int], most: int) -> int:
         return copies_needed(self._trace, cold, self.cache_bytes, most)
 
 
 class CpuTimer(LaunchTimer):
-    def __init__(self, trace: Trace, own: Own, num_threads: int = 1) -> None:
-        super().__init__(trace, torch.device("cpu"), own)
+    def __init__(self, trace: Trace, make_tensors: MakeTensors, num_threads: int = 1) -> None:
+        super().__init__(trace, torch.device("cpu"), make_tensors)
         self._num_threads = num_threads
         self.cache_bytes = cache_bytes()
         if num_threads > 1:
@@ -227,9 +229,9 @@ class CpuTimer(LaunchTimer):
         except LAUNCH_ERRORS as error:
             raise CannotTime(first_line(error)) from error
 
-    def _whole(self, given: Tensors, enough: Enough) -> list[float]:
+    def _whole(self, tensors: Tensors, enough: Enough) -> list[float]:
         def sample() -> list[float]:
-            memory = StepMemory(self._trace, self._launcher, self._device, given)
+            memory = StepMemory(self._trace, self._launcher, self._device, tensors)
             return [_elapsed_us(memory.run_all)]
 
         sample()

@@ -145,14 +145,14 @@ class Arenas:
         self._places: dict[tuple[int, int, int], tuple[dict[int, int], int]] = {}
 
     def place(self, program: Program, microbatch: int, number: int) -> torch.Tensor:
-        found = program.transfers[number]
-        key = (found.src, found.dst, id(program))
+        transfer = program.transfers[number]
+        key = (transfer.src, transfer.dst, id(program))
         if key not in self._places:
-            offsets, used = landing(program, found.src, found.dst)
+            offsets, used = landing(program, transfer.src, transfer.dst)
             self._places[key] = offsets, 1 << (used - 1).bit_length()
         offsets, stride = self._places[key]
         start = microbatch * stride + offsets[number]
-        return self._shared("arena", found.src, found.dst, stride)[start : start + found.num_bytes]
+        return self._shared("arena", transfer.src, transfer.dst, stride)[start : start + transfer.num_bytes]
 
     def flags(self, program: Program, src: int, dst: int, microbatch: int) -> Words:
         stride = WORD << (len(program.transfers) - 1).bit_length()
@@ -161,15 +161,15 @@ class Arenas:
 
     def open(self, programs: Sequence[Program]) -> None:
         for program in programs:
-            for number, found in enumerate(program.transfers):
-                if self._device in (found.src, found.dst):
+            for number, transfer in enumerate(program.transfers):
+                if self._device in (transfer.src, transfer.dst):
                     self.place(program, 0, number)
-                    self.flags(program, found.src, found.dst, 0)
+                    self.flags(program, transfer.src, transfer.dst, 0)
 
     def fill(self, microbatch: int, value: int, dst: int | None = None, kind: str = "flags") -> None:
         """Sets flags of a microbatch, all or towards a device, or ("arena") the words of transfers."""
-        for (found, _, towards, stride), shared in self._arenas.items():
-            if found == kind and dst in (None, towards):
+        for (held_kind, _, towards, stride), shared in self._arenas.items():
+            if held_kind == kind and dst in (None, towards):
                 part = shared.numpy()[microbatch * stride : (microbatch + 1) * stride]
                 (part.view(np.int64) if kind == "flags" else part)[:] = value
 
@@ -220,8 +220,8 @@ class FlaggedMemory(SharedMemory):
 
     def sender(self, program: Program, microbatch: int, number: int, contents: torch.Tensor) -> Move:
         copy = copier(self._arenas.place(program, microbatch, number), contents)
-        found = program.transfers[number]
-        flags = self._arenas.flags(program, found.src, found.dst, microbatch)
+        transfer = program.transfers[number]
+        flags = self._arenas.flags(program, transfer.src, transfer.dst, microbatch)
 
         def send(run: int) -> None:
             copy()

@@ -95,7 +95,9 @@ class CpuWorker(DeviceWorker):
 
     def _add(self, new: LoadLanes) -> None:
         for trace in new.traces:
-            self._mixtures |= {(len(self._launchers), n): found for n, found in mixtures_of(trace).items()}
+            self._mixtures |= {
+                (len(self._launchers), n): mixture for n, mixture in mixtures_of(trace).items()
+            }
             self._launchers.append(Launcher(trace, torch.device("cpu")))
             kinds = (ir.BufferKind.WEIGHT,)
             self._memory.add_step(trace, bind_storages(trace, kinds, self._setup.weights, is_partial=True))
@@ -110,8 +112,8 @@ class CpuWorker(DeviceWorker):
 
     def _where(self) -> list[tuple[int, int, int]]:
         """Called by another thread."""
-        found = [int(value) for value in self._progress]
-        return [(m, found[2 * m], found[2 * m + 1]) for m in range(len(found) // 2) if found[2 * m] >= 0]
+        words = [int(value) for value in self._progress]
+        return [(m, words[2 * m], words[2 * m + 1]) for m in range(len(words) // 2) if words[2 * m] >= 0]
 
     def _go_on(self, job: Job) -> None:
         """Runs one launch and its transfers, and more while the queue has no choice."""
@@ -139,26 +141,26 @@ class CpuWorker(DeviceWorker):
         self._progress[2 * order.microbatch] = order.run
 
     def _action(
-        self, instruction: ir.Instruction, here: ProgramMemory, microbatch: int
+        self, instruction: ir.Instruction, binding: ProgramMemory, microbatch: int
     ) -> Callable[[_Active], object] | None:
         """An instruction bound to the places of its buffers, which stay; None if there is nothing to do."""
         match instruction:
             case ir.Run(launch):
-                return self._launch(launch, here)
+                return self._launch(launch, binding)
             case ir.Fetch(launch):
-                return lambda active: here.memory.fetch(launch)
+                return lambda active: binding.memory.fetch(launch)
             case ir.Send(number) | ir.Recv(number):
-                found = here.program.transfers[number]
-                contents = bytes_of(here.memory.get(found.buffer), found.start, found.stop)
+                transfer = binding.program.transfers[number]
+                contents = bytes_of(binding.memory.get(transfer.buffer), transfer.start, transfer.stop)
                 make = (
                     self._transport.sender if isinstance(instruction, ir.Send) else self._transport.receiver
                 )
-                move = make(here.program, microbatch, number, contents)
+                move = make(binding.program, microbatch, number, contents)
                 return lambda active: move(active.order.run)
         return None
 
-    def _launch(self, launch: int, here: ProgramMemory) -> Callable[[_Active], None]:
-        step, memory = here.program.step, here.memory
+    def _launch(self, launch: int, binding: ProgramMemory) -> Callable[[_Active], None]:
+        step, memory = binding.program.step, binding.memory
         launcher = self._launchers[step]
         scope, view = self._mixtures.get((step, launch), ("", None))
         ends = None if view is None else tensor_of(memory.get(view.buffer), view).numpy()
@@ -182,17 +184,17 @@ class CpuWorker(DeviceWorker):
         if any(active.order.microbatch == order.microbatch for active in self._active.values()):
             self._waiting.append(order)
             return
-        here = self._memory_of(order.microbatch, order.lane, order.index)
+        binding = self._memory_of(order.microbatch, order.lane, order.index)
         for name, packed in (*order.inputs.items(), *order.state.items()):
-            if name in here.given:
-                here.memory.put(here.given[name], unpack(packed).untyped_storage())
-        self._active[order.run] = _Active(order, here)
+            if name in binding.buffers:
+                binding.memory.put(binding.buffers[name], unpack(packed).untyped_storage())
+        self._active[order.run] = _Active(order, binding)
         self._note(order, -1)
-        instructions = here.program.instructions[self._setup.device]
-        gate = here.late_at if order.is_open else -1
-        job = Job(order.microbatch, order.run, instructions, until_wait_us=here.until_wait_us, gate=gate)
+        instructions = binding.program.instructions[self._setup.device]
+        gate = binding.late_at if order.is_open else -1
+        job = Job(order.microbatch, order.run, instructions, until_wait_us=binding.until_wait_us, gate=gate)
         self._queue.add(job)
-        self._transport.watch(order.run, here.program, order.microbatch)
+        self._transport.watch(order.run, binding.program, order.microbatch)
         if job.is_done:  # only holds an output or receives state
             self._queue.drop(order.run)
             self._finish(self._active.pop(order.run))
@@ -201,7 +203,7 @@ class CpuWorker(DeviceWorker):
         active = self._active.get(late.run)
         if active is not None:  # else it was cancelled; no run before it is left
             for name, packed in late.inputs.items():
-                active.program.memory.put(active.program.given[name], unpack(packed).untyped_storage())
+                active.program.memory.put(active.program.buffers[name], unpack(packed).untyped_storage())
             self._queue.release(late.run)
 
     def _memory_of(self, microbatch: int, lane: int, index: int) -> ProgramMemory:
@@ -209,9 +211,9 @@ class CpuWorker(DeviceWorker):
         if key not in self._programs_memory:
             program = self._programs[lane][index]
             us = self._setup.us[program.step] if self._setup.us else ()
-            here = self._programs_memory[key] = self._memory.program_memory(microbatch, program, us)
+            binding = self._programs_memory[key] = self._memory.program_memory(microbatch, program, us)
             column = program.instructions[self._setup.device]
-            here.actions.extend(self._action(x, here, microbatch) for x in column)
+            binding.actions.extend(self._action(x, binding, microbatch) for x in column)
         return self._programs_memory[key]
 
     def _cancel(self, run: int) -> None:
@@ -224,19 +226,23 @@ class CpuWorker(DeviceWorker):
             self._progress[2 * active.order.microbatch] = -1
 
     def _finish(self, active: _Active) -> None:
-        order, here = active.order, active.program
+        order, binding = active.order, active.program
         outputs = {
-            name: pack(tensor_of(here.memory.get(view.buffer), view))
-            for name, view in here.outputs.items()
+            name: pack(tensor_of(binding.memory.get(view.buffer), view))
+            for name, view in binding.outputs.items()
             if name not in order.skips
         }
-        state = {name: pack(contents) for name, contents in here.state.items()} if order.wants_state else {}
-        moved = self._arrivals.pop(order.run, [])
-        told = moved if order.wants_spans else []
+        state = (
+            {name: pack(contents) for name, contents in binding.state.items()} if order.wants_state else {}
+        )
+        arrivals = self._arrivals.pop(order.run, [])
+        transfers = arrivals if order.wants_spans else []
         experts = {
             scope: [end - begin for begin, end in pairwise([0, *ends])] for scope, ends in active.ends.items()
         }
-        self._engine.tell(Done(order.run, outputs, state, active.spans, told, active.busy_s, experts=experts))
+        self._engine.tell(
+            Done(order.run, outputs, state, active.spans, transfers, active.busy_s, experts=experts)
+        )
         self._progress[2 * order.microbatch] = -1
         following = next((x for x in self._waiting if x.microbatch == order.microbatch), None)
         if following is not None:
@@ -246,12 +252,12 @@ class CpuWorker(DeviceWorker):
 
 def mixtures_of(trace: ir.Trace) -> dict[int, tuple[str, ir.View]]:
     """Part of a mixture -> its scope, and the ends of its experts' rows."""
-    found = {}
+    mixtures = {}
     for number, launch in enumerate(trace.launches):
         place = PARTS.get(trace.kernel_of(number).name)
         if place is not None and isinstance(ends := launch.args[place], ir.View):
-            found[number] = launch.scope, ends
-    return found
+            mixtures[number] = launch.scope, ends
+    return mixtures
 
 
 def main(pipe: Pipe, folder: str) -> None:

@@ -37,11 +37,11 @@ Positions = Mapping[int, int]
 
 @dataclass
 class _Inquiry:
-    asked: set[int]
+    devices: set[int]
     run: int = -1
     ends: tuple[int, int] | None = None
     why: str = ""
-    told: dict[int, Positions] = field(default_factory=dict)
+    answers: dict[int, Positions] = field(default_factory=dict)
     until_s: float = field(default_factory=lambda: time.monotonic() + ANSWER_S)
 
 
@@ -74,13 +74,13 @@ class WorkerStepper(Runs):
         chosen = resolve(transport, plans[0].cluster.devices, is_local=hub is None)
         sizes = (self.microbatches, chosen, scale, is_profiled)
         setups = messages.make_setups(loaded, lanes, weights, *sizes)
-        made = hub(setups) if hub is not None else Hub(plans[0].cluster.names, setups, method)
-        made.max_failures = max_failures
-        super().__init__(loaded, made, timeout_s)
+        workers = hub(setups) if hub is not None else Hub(plans[0].cluster.names, setups, method)
+        workers.max_failures = max_failures
+        super().__init__(loaded, workers, timeout_s)
         self.add(lanes)
         self._inquiries: list[_Inquiry] = []
         self._events: deque[stepper.Event] = deque()
-        self._moves = Moves(made, timeout_s, self._events.append)
+        self._moves = Moves(workers, timeout_s, self._events.append)
         # Link -> (run, device) cancelled when it was reopened: until they end, complaints are about the old
         # link.
         self._stale: dict[tuple[int, int], set[tuple[int, int]]] = {}
@@ -136,7 +136,7 @@ class WorkerStepper(Runs):
         """Frees lanes of replaced plans, and their pages, once nothing uses them."""
         dropped: list[int] = []
         if self.lanes.replaced:
-            homes = {home for found in self._moves.under_way for home in found.homes if home is not None}
+            homes = {home for entry in self._moves.under_way for home in entry.homes if home is not None}
             dropped = self.lanes.drop({opened.lane.number for opened in self.opened.values()}, homes)
         if dropped or new:
             self.hub.load(new, dropped)
@@ -162,10 +162,10 @@ class WorkerStepper(Runs):
         self._drop_lanes()
 
     def _fail_moves(self, microbatches: Collection[int], why: str, gone: Collection[int] = ()) -> None:
-        def is_hit(found: MoveUnderWay) -> bool:
-            ends = {found.move.source, found.move.destination}
+        def is_hit(entry: MoveUnderWay) -> bool:
+            ends = {entry.move.source, entry.move.destination}
             return bool(ends & set(microbatches)) or any(
-                set(pair) & set(gone) for pair in found.runs.values()
+                set(pair) & set(gone) for pair in entry.runs.values()
             )
 
         self._moves.fail(why, is_hit, gone)
@@ -254,21 +254,21 @@ class WorkerStepper(Runs):
 
     def _collect(self, device: int, done: messages.Done) -> None:
         running = self.running.get(done.run)
-        found = self.collect(device, done)
-        if isinstance(found, str):
-            self._lose(device, found)
+        result = self.collect(device, done)
+        if isinstance(result, str):
+            self._lose(device, result)
             return
         if running is not None and not running.missing:
             for transfer in running.program.transfers:
                 self._cuts.pop(_pair(transfer.src, transfer.dst), None)
-        if found is not None:
-            self._events.append(found)
+        if result is not None:
+            self._events.append(result)
 
     def _next_s(self) -> float | None:
-        asked = {inquiry.run for inquiry in self._inquiries}
-        times = [running.until_s for run, running in self.running.items() if run not in asked]
+        inquired = {inquiry.run for inquiry in self._inquiries}
+        times = [running.until_s for run, running in self.running.items() if run not in inquired]
         times += [inquiry.until_s for inquiry in self._inquiries]
-        times += [found.until_s for found in self._moves.under_way]
+        times += [entry.until_s for entry in self._moves.under_way]
         return None if not times or min(times) == float("inf") else min(times)
 
     def _look_at_clock(self) -> None:
@@ -279,9 +279,9 @@ class WorkerStepper(Runs):
         for inquiry in [i for i in self._inquiries if i.until_s <= now]:
             if inquiry in self._inquiries:  # a loss ends inquiries
                 self._decide(inquiry)
-        asked = {inquiry.run for inquiry in self._inquiries}
+        inquired = {inquiry.run for inquiry in self._inquiries}
         for run, running in self.running.items():
-            if running.until_s <= now and run not in asked:
+            if running.until_s <= now and run not in inquired:
                 self._ask(_Inquiry(set(running.missing), run))
         pairs, silent = self._moves.late()
         for pair in pairs:
@@ -291,14 +291,14 @@ class WorkerStepper(Runs):
 
     def _ask(self, inquiry: _Inquiry) -> None:
         self._inquiries.append(inquiry)
-        for device in inquiry.asked:
+        for device in inquiry.devices:
             self.hub.order(device, messages.Where())
 
     def _note(self, device: int, positions: Positions) -> None:
         for inquiry in list(self._inquiries):
-            if device in inquiry.asked and inquiry in self._inquiries:
-                inquiry.told.setdefault(device, positions)
-                if inquiry.asked == inquiry.told.keys():
+            if device in inquiry.devices and inquiry in self._inquiries:
+                inquiry.answers.setdefault(device, positions)
+                if inquiry.devices == inquiry.answers.keys():
                     self._decide(inquiry)
 
     def _decide(self, inquiry: _Inquiry) -> None:
@@ -307,15 +307,15 @@ class WorkerStepper(Runs):
         running = self.running.get(inquiry.run)
         if inquiry.ends is None and running is None:
             return
-        silent = sorted(inquiry.asked - inquiry.told.keys())
+        silent = sorted(inquiry.devices - inquiry.answers.keys())
         for device in silent:
             self._lose(device, f"no answer within {self._timeout_s or ANSWER_S:g} s")
         if silent:
             return
         if inquiry.ends is not None:
             self._cut(*inquiry.ends, inquiry.why)
-        elif running is not None and running.missing <= inquiry.told.keys():
-            verdict = judge(running.program, inquiry.run, running.missing, inquiry.told)
+        elif running is not None and running.missing <= inquiry.answers.keys():
+            verdict = judge(running.program, inquiry.run, running.missing, inquiry.answers)
             what = f"its work was not done within {self._timeout_s:g} s"
             if verdict.source is not None:
                 what = f"what was sent has not arrived within {self._timeout_s:g} s"
@@ -330,7 +330,7 @@ class WorkerStepper(Runs):
         uses = [x for x in going.values() if any(_pair(t.src, t.dst) == pair for t in x.program.transfers)]
         hit = sorted({running.microbatch.number for running in uses})
         words = f"the link between {self._names[device]} and {self._names[peer]} was cut ({why})"
-        self._moves.fail(words, lambda found: any(_pair(*ends) == pair for ends in found.runs.values()))
+        self._moves.fail(words, lambda entry: any(_pair(*ends) == pair for ends in entry.runs.values()))
         self.hub.relink(device, peer)
         if not hit:
             return
@@ -361,7 +361,7 @@ class WorkerStepper(Runs):
     def _tell_lost(self, device: int, message: str, lost: LostWorker, is_certain: bool) -> None:
         name = self._names[device]
         self.lanes.lost.add(name)
-        self._inquiries = [i for i in self._inquiries if device not in i.asked]
+        self._inquiries = [i for i in self._inquiries if device not in i.devices]
         self._stale = {pair: stale for pair, stale in self._stale.items() if device not in pair}
         hit = [number for number, opened in self.opened.items() if name in opened.lane.devices]
         self.end(hit, {device})
@@ -371,15 +371,15 @@ class WorkerStepper(Runs):
         self._fail_moves(hit, f"{name} was lost", {device})
 
     def _whereabouts(self, device: int) -> str:
-        known = dict(self.hub.progress(device).values())
+        positions = dict(self.hub.progress(device).values())
         for inquiry in self._inquiries:
-            known |= inquiry.told.get(device, {})
+            positions |= inquiry.answers.get(device, {})
         mine = []
         for run, running in self.running.items():
             what = f"microbatch {running.microbatch.number}"
-            if known.get(run, -1) >= 0:
+            if positions.get(run, -1) >= 0:
                 graph = self.lanes.graphs[running.program.step]
-                return whereabouts(graph, running.program, device, known[run], what)
+                return whereabouts(graph, running.program, device, positions[run], what)
             if device in running.missing:
                 mine.append(what)
         return f"before its share of {min(mine)}" if mine else "with no work of its own"
@@ -410,16 +410,18 @@ class Verdict:
     is_certain: bool = True
 
 
-def judge(program: Program, run: int, missing: Collection[int], told: Mapping[int, Positions]) -> Verdict:
+def judge(
+    program: Program, run: int, missing: Collection[int], positions: Mapping[int, Positions]
+) -> Verdict:
     """Follows the wait-for chain to the device or link that blocks the run.
 
-    `missing`: devices that have not finished their share. `told`: positions that their workers report.
+    `missing`: devices that have not finished their share. `positions`: what their workers report.
     """
     device = min(missing)
     seen: set[int] = set()
     while device not in seen:
         seen.add(device)
-        position = told[device].get(run)
+        position = positions[device].get(run)
         if position is None:  # its loop is busy with something else
             return Verdict(device)
         column = program.instructions[device]
@@ -429,7 +431,7 @@ def judge(program: Program, run: int, missing: Collection[int], told: Mapping[in
         source = program.transfers[behind.transfer].src
         if source not in missing:
             return Verdict(device, source)
-        begun = program.instructions[source][: told[source].get(run, -1) + 1]
+        begun = program.instructions[source][: positions[source].get(run, -1) + 1]
         if Send(behind.transfer) in begun:
             return Verdict(device, source)
         device = source

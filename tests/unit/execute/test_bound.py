@@ -62,7 +62,7 @@ def test_a_bound_launch_gives_the_same_bits() -> None:
     results = []
     for _ in range(2):
         for name, tensor in {**workload.make_inputs(0), **workload.make_state(0)}.items():
-            stand.memory.put(stand.given[name], unpack(pack(tensor)).untyped_storage())
+            stand.memory.put(stand.buffers[name], unpack(pack(tensor)).untyped_storage())
         for launch in launches:
             launcher.run(launch, stand.memory)
         view = stand.outputs["y"]

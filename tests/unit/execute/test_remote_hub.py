@@ -87,7 +87,7 @@ def stepper_of(plan: Plan, gate: Rendezvous, here: frozenset[int] = frozenset())
     return WorkerStepper(
         [plan],
         made.workloads()[0].weights(),
-        hub=lambda setups: Hub(plan.cluster.names, setups, rendezvous=gate, here=here),
+        hub=lambda setups: Hub(plan.cluster.names, setups, rendezvous=gate, local=here),
         timeout_s=30.0,
     )
 

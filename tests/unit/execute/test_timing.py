@@ -19,7 +19,7 @@ from tessera.execute.cuda.timing import CudaTimer
 from tessera.execute.launcher import Launcher
 from tessera.execute.memory import tensor_of
 from tessera.execute.synthetic import synthetic
-from tessera.execute.timing import CpuTimer, Own, StepMemory, copies_needed, threads
+from tessera.execute.timing import CpuTimer, MakeTensors, StepMemory, copies_needed, threads
 from tessera.flow import UnitRequest, run_reference
 from tessera.ir import Buffer, BufferKind, Step, Trace, WorkUnit
 
@@ -45,13 +45,13 @@ def tensors() -> dict[str, torch.Tensor]:
     return {**workload.weights(), **workload.make_inputs(0), **workload.make_state(0)}
 
 
-def own() -> Own:
+def own() -> MakeTensors:
     """Given once and for all."""
     given = tensors()
     return lambda: (given, ())
 
 
-def nothing() -> Own:
+def nothing() -> MakeTensors:
     """The model cannot be built."""
     return lambda: (None, ("tensors were made up",))
 

@@ -110,7 +110,7 @@ def away(folder: Path) -> Iterator[Away]:
     host = start_worker(gate, folder)
     made = steps_factory.over_both()
     names = ["emu:a100", "emu:l40s"]
-    workers = made.workers(hub=lambda setups: Hub(names, setups, rendezvous=gate, here=frozenset({0})))
+    workers = made.workers(hub=lambda setups: Hub(names, setups, rendezvous=gate, local=frozenset({0})))
     given = (made.policies, made.model.shape, ByteText())
     try:
         with workers as stepper, Service(stepper, *given, planner=made.planner) as service:

@@ -89,11 +89,11 @@ def _part(devices: Sequence[Device], number: int) -> Partition | None:
     if not devices[number].num_sms:
         return None
     ordinal = devices[number].ordinal
-    here = [i for i, d in enumerate(devices) if d.ordinal == ordinal and d.num_sms]
-    sizes = tuple(devices[i].num_sms for i in here)
+    sharing = [i for i, d in enumerate(devices) if d.ordinal == ordinal and d.num_sms]
+    sizes = tuple(devices[i].num_sms for i in sharing)
     if (ordinal, sizes) not in _PARTS:
         _PARTS[ordinal, sizes] = cut(ordinal, sizes)
-    return _PARTS[ordinal, sizes][here.index(number)]
+    return _PARTS[ordinal, sizes][sharing.index(number)]
 
 
 def check_device(device: Device, num_gpus: int) -> None:
@@ -124,7 +124,7 @@ def divide(groups: Sequence[int], rest: int, sizes: Sequence[int], place: str) -
     each = groups[0] if groups else whole
     odd = [i for i, size in enumerate(sizes) if size % each]
     takes_rest = odd[0] if odd else _in_need_of_rest(groups, rest, sizes)
-    found, used = [], 0
+    chosen, used = [], 0
     for index, size in enumerate(sizes):
         needed = size - rest if index == takes_rest else size
         if needed < 0 or needed % each or used + needed // each > len(groups):
@@ -134,10 +134,10 @@ def divide(groups: Sequence[int], rest: int, sizes: Sequence[int], place: str) -
                 f"Use multiples of {each}; one part may have {rest} more.",
                 place,
             )
-        taken = range(used, used + needed // each)
+        indices = range(used, used + needed // each)
         used += needed // each
-        found.append((*taken, *([len(groups)] if index == takes_rest else [])))
-    return found
+        chosen.append((*indices, *([len(groups)] if index == takes_rest else [])))
+    return chosen
 
 
 def _in_need_of_rest(groups: Sequence[int], rest: int, sizes: Sequence[int]) -> int | None:

@@ -193,10 +193,10 @@ class Nvshmem(DirectTransport):
             self._ask(library.nvshmemx_get_uniqueid(name), "make an identifier")
             self._store.set(key, bytes(name))
         else:
-            found = self._store.get(key, MEET_S)
-            if len(found) != ID_BYTES:
+            identifier = self._store.get(key, MEET_S)
+            if len(identifier) != ID_BYTES:
                 raise WorkerError("the identifier of the NVSHMEM group is broken", "Update both sides.")
-            ctypes.memmove(name, found, ID_BYTES)
+            ctypes.memmove(name, identifier, ID_BYTES)
         attributes = _Attributes()
         attributes.version = (1 << 16) + ctypes.sizeof(_Attributes)
         attributes.args.version = (1 << 16) + ctypes.sizeof(_Args)
@@ -267,9 +267,9 @@ def transports() -> tuple[TransportState, ...]:
     )
 
 
-def chosen(found: tuple[TransportState, ...]) -> dict[str, str | None]:
-    has_gpus = any(state.name == "ipc" and state.is_present for state in found)
-    gpus = "ipc" if any(state.name == "ipc" and state.is_usable for state in found) else "host"
+def chosen(states: tuple[TransportState, ...]) -> dict[str, str | None]:
+    has_gpus = any(state.name == "ipc" and state.is_present for state in states)
+    gpus = "ipc" if any(state.name == "ipc" and state.is_usable for state in states) else "host"
     return {
         "CPUs of one machine": "shm",
         "GPUs of one machine": gpus if has_gpus else None,

@@ -206,9 +206,9 @@ class DeviceGraphs:
             self.transport.meet(number)
         of = (program, number, self.traces[step], room, base, slots, self.launchers[step])
         flags = (self._is_short(step), number in self._rehearsed)
-        made = ShareGraph(*of, self.device, self.transport, self.clockwork, *flags)
+        graph = ShareGraph(*of, self.device, self.transport, self.clockwork, *flags)
         self._rehearsed.add(number)
-        return made
+        return graph
 
     def _is_short(self, step: int) -> bool:
         """Less than half the longest step's time: it gets priority."""
@@ -225,19 +225,19 @@ class DeviceGraphs:
         for buffer in trace.buffers_of(BufferKind.INPUT):
             base[buffer] = room.arenas[program.step].storage(trace.buffers[buffer].name)
         base |= {b: self.state.buffer(room.number, program, b) for b in self._state_buffers(program)}
-        for index, found in enumerate(trace.buffers):
-            if found.size_bytes == 0 and index not in base:  # never sent, but any launch may name it
+        for index, record in enumerate(trace.buffers):
+            if record.size_bytes == 0 and index not in base:  # never sent, but any launch may name it
                 base[index] = torch.empty(0, dtype=torch.uint8, device=self.device.card).untyped_storage()
         return base
 
     def _state_buffers(self, program: Program) -> list[int]:
         """State that lives here, or moves from or to here."""
         number = self.device.number
-        found = {buffer for buffer, home in program.homes if home == number}
+        buffers = {buffer for buffer, home in program.homes if home == number}
         for at, transfer in enumerate(program.transfers):
             if is_move_of_state(program, at) and number in (transfer.src, transfer.dst):
-                found.add(transfer.buffer)
-        return sorted(found)
+                buffers.add(transfer.buffer)
+        return sorted(buffers)
 
     def _weight(self, step: int, index: int) -> Storage:
         buffer, key = self.traces[step].buffers[index], self._weight_key(step, index)
@@ -300,23 +300,24 @@ class DeviceGraphs:
         weights: dict[str, int] = {}
         pages: dict[tuple[int, str], int] = {}
         # A microbatch's state, by name and size, and its places for fetched weights, by their sizes.
-        own: dict[tuple[object, ...], int] = {}
+        sizes: dict[tuple[object, ...], int] = {}
         for program in new:
             buffers = self.traces[program.step].buffers
-            sizes = slot_bytes(self.traces[program.step], program, number)
-            own[sizes] = SLOTS * sum(sizes)
+            slots = slot_bytes(self.traces[program.step], program, number)
+            sizes[slots] = SLOTS * sum(slots)
             for weight in (buffers[b] for b in program.weights[number]):
                 held = self._weights.get(weight.name)
                 if weight.name not in self._resident and (held is None or held.device != card):
                     weights[weight.name] = weight.size_bytes
             for state in (buffers[b] for b in self._state_buffers(program)):
                 if not is_shared(program, state.name):
-                    own[state.name, state.size_bytes] = state.size_bytes
+                    sizes[state.name, state.size_bytes] = state.size_bytes
                 elif state.name not in self.state.homes.get(program.home, {}):
                     pages[program.home, state.name] = state.size_bytes
-        known = {*(key[1:] for key in self.state.own), *(sizes for _, sizes in self.state.rings)}
+        allocated = {key[1:] for key in self.state.by_microbatch} | {slots for _, slots in self.state.rings}
         inbox = self.transport.new_bytes(new, self.traces) if self.transport is not None else 0
-        each = sum(size for key, size in own.items() if key not in known) + inbox // self.num_microbatches
+        each = sum(size for key, size in sizes.items() if key not in allocated)
+        each += inbox // self.num_microbatches
         size, num = sum(weights.values()), self.num_microbatches
         footprint = Footprint(self.device.record.name, size, each, num, num * each, sum(pages.values()))
         check_memory(footprint, torch.cuda.mem_get_info(card)[0], " that are free")

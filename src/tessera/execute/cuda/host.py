@@ -199,9 +199,9 @@ class Host(_Staged):
 
     def _send_flagged(self, mirror: _Mirror, dst: int) -> bool:
         """Older runs first; True if there was something."""
-        found = np.flatnonzero(mirror.flags.copy())  # graphs set flags meanwhile
+        words = np.flatnonzero(mirror.flags.copy())  # graphs set flags meanwhile
         flagged = []
-        for word in found.tolist():
+        for word in words.tolist():
             microbatch, number = divmod(word, mirror.layout.flags_each)
             mirror.flags[word] = 0
             with self._changed:
@@ -214,7 +214,7 @@ class Host(_Staged):
             start = self._inboxes.place(spot, dst) + transfer.start
             frame = LinkFrame(run, number, time.monotonic())
             self._links.post(dst, frame, mirror.bytes[start : start + transfer.num_bytes])
-        return bool(found.size)
+        return bool(words.size)
 
     def _zero(self, microbatch: int) -> None:
         for mirror in self._mirrors[self._device]:

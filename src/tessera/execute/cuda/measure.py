@@ -84,25 +84,25 @@ class UnitOnDevice:
         return graph
 
     def run(self, request: Request) -> list[dict[str, torch.Tensor]]:
-        room, found = self._graphs.buffers(0), list[dict[str, torch.Tensor]]()
-        state = {name: storage for (_, name, _), storage in self._graphs.state.own.items()}
+        room, outputs = self._graphs.buffers(0), list[dict[str, torch.Tensor]]()
+        state = {name: storage for (_, name, _), storage in self._graphs.state.by_microbatch.items()}
         with torch.no_grad(), torch.cuda.stream(self.stream):
             for name, tensor in request.state().items():
                 if name in state:
                     _put(state[name], tensor)
             for step, count in enumerate(self.unit.counts):
                 for run in range(count):
-                    given = request.inputs(step, run, found[-1] if found else {})
+                    inputs = request.inputs(step, run, outputs[-1] if outputs else {})
                     arena = room.arenas[step]
-                    for name in arena.places.keys() & given.keys():
-                        _put(arena.storage(name), given[name])
-                    made = self.graph(step).replay()
-                    found.append({name: tensor.clone() for name, tensor in made.items()})
+                    for name in arena.places.keys() & inputs.keys():
+                        _put(arena.storage(name), inputs[name])
+                    places = self.graph(step).replay()
+                    outputs.append({name: tensor.clone() for name, tensor in places.items()})
             self.stream.synchronize()
-        return found
+        return outputs
 
     def state(self) -> dict[str, torch.Tensor]:
-        held = self._graphs.state.own
+        held = self._graphs.state.by_microbatch
         return {name: bytes_of(s, 0, s.nbytes()).clone() for (_, name, _), s in held.items()}
 
 
@@ -134,10 +134,10 @@ def scale_of(plan: ir.Plan, weights: Tensors, request: Request) -> TimeScale:
     card = ir.Cluster(
         (ir.Device(f"cuda:{first.ordinal}", ir.DeviceKind.CUDA, "", 0, ordinal=first.ordinal),), ()
     )
-    own, _ = measure(plan.unit, card, weights, request)
+    card_costs, _ = measure(plan.unit, card, weights, request)
     sharing = max(sum(d.ordinal == o for d in devices) for o in {d.ordinal for d in devices})
     targets = [[c.us for c in row] for costs in plan.costs for row in costs.costs]
-    return choose_scale(targets, [row[0].us for costs in own for row in costs.costs], sharing)
+    return choose_scale(targets, [row[0].us for costs in card_costs for row in costs.costs], sharing)
 
 
 def without_stamps(whole_us: float, samples: Sequence[Sequence[float]]) -> StepTimes:
@@ -149,10 +149,10 @@ def without_stamps(whole_us: float, samples: Sequence[Sequence[float]]) -> StepT
             low = middle
         else:
             high = middle
-    own = [max(us - low, FLOOR_US) for us in raw]
-    factor = whole_us / sum(own) if own else 1.0
-    errors = [_spread(row) / max(us, FLOOR_US) for row, us in zip(samples, own, strict=True)]
-    launches = tuple((us * factor, max(0.01, error)) for us, error in zip(own, errors, strict=True))
+    times_us = [max(us - low, FLOOR_US) for us in raw]
+    factor = whole_us / sum(times_us) if times_us else 1.0
+    errors = [_spread(row) / max(us, FLOOR_US) for row, us in zip(samples, times_us, strict=True)]
+    launches = tuple((us * factor, max(0.01, error)) for us, error in zip(times_us, errors, strict=True))
     return StepTimes(whole_us, low, launches)
 
 

@@ -75,19 +75,19 @@ def choose_scale(
     targets_us: Sequence[Sequence[float]], own_us: Sequence[float], num_sharing: int
 ) -> TimeScale:
     """`targets_us[launch][device]`; `own_us[launch]`: the card's own time."""
-    wanted = []
-    for row, own in zip(targets_us, own_us, strict=True):
+    factors = []
+    for row, launch_us in zip(targets_us, own_us, strict=True):
         for target in row:
             if target > 0.0:
-                wanted.append(((own * num_sharing + TURN_US) / target, target))
-    total = sum(target for _, target in wanted)
+                factors.append(((launch_us * num_sharing + TURN_US) / target, target))
+    total = sum(target for _, target in factors)
     factor, met = 1.0, 0.0
-    for needed, target in sorted(wanted):
+    for needed, target in sorted(factors):
         if met >= COVERED * total:
             break
         factor = max(factor, needed)
         met += target
-    missed = sum(target for needed, target in wanted if needed > factor)
+    missed = sum(target for needed, target in factors if needed > factor)
     return TimeScale(factor, 1.0 - missed / total if total else 1.0)
 
 
@@ -98,13 +98,13 @@ def link_hold(link: Link, num_bytes: int, scale: float) -> Hold:
 
 def throttled_links(cluster: Cluster) -> Mapping[tuple[int, int], Link]:
     """Links that touch a dilated device."""
-    found = {}
+    links = {}
     for a, src in enumerate(cluster.devices):
         for b, dst in enumerate(cluster.devices):
             link = cluster.link(a, b) if a != b else None
             if link is not None and (src.is_dilated or dst.is_dilated):
-                found[a, b] = link
-    return found
+                links[a, b] = link
+    return links
 
 
 STAMP = Hold(0)

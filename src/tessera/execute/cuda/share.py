@@ -190,11 +190,11 @@ class _Issue:
 
     def outputs(self) -> dict[str, torch.Tensor]:
         number = self._share.device.number
-        here = {name for name, at in self._program.outputs if at == number}
+        names = {name for name, at in self._program.outputs if at == number}
         return {
             name: tensor_of(self._memory.get(view.buffer), view)
             for name, view in self._share.trace.outputs
-            if name in here
+            if name in names
         }
 
     def _run(self, launch: int) -> None:
@@ -280,8 +280,9 @@ class _Issue:
                 if hold is not None and record is not None:
                     wire.enter(record, hold)
                 wire.settle()
-            place, told = source.data_ptr() + transfer.start, 0 if record is None else record.data_ptr()
-            parcel = Parcel(place, transfer.start, transfer.num_bytes, transfer.dst, told)
+            place = source.data_ptr() + transfer.start
+            due_record = 0 if record is None else record.data_ptr()
+            parcel = Parcel(place, transfer.start, transfer.num_bytes, transfer.dst, due_record)
             self._transport().put(self._spot(number), parcel, _handle(link))
         self._leaving[number] = _mark(link)
         self._kept.append(source)
@@ -289,13 +290,13 @@ class _Issue:
     def _overwritten(self, launch: int) -> list[int]:
         """Sends that still read what the launch overwrites."""
         written = [a for a in self._share.trace.launches[launch].accesses if a.write or a.atomic]
-        found = []
+        sends = []
         for number in self._leaving:
             moved = self._program.transfers[number]
             region = Region(moved.start, moved.num_bytes)
             if any(a.buffer == moved.buffer and a.region.overlaps(region) for a in written):
-                found.append(number)
-        return found
+                sends.append(number)
+        return sends
 
     def _due(self) -> torch.Tensor | None:
         """Record of the last launch if a send must wait for its end.

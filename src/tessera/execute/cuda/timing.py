@@ -27,7 +27,7 @@ from tessera.execute.timing import (
     LAUNCH_ERRORS,
     Enough,
     LaunchTimer,
-    Own,
+    MakeTensors,
     StepMemory,
     Tensors,
     first_line,
@@ -56,11 +56,11 @@ class CudaTimer(LaunchTimer):
         self,
         trace: Trace,
         ordinal: int,
-        own: Own,
+        make_tensors: MakeTensors,
         stream: torch.cuda.Stream | None = None,
         num_sms: int = 0,
     ) -> None:
-        super().__init__(trace, torch.device("cuda", ordinal), own)
+        super().__init__(trace, torch.device("cuda", ordinal), make_tensors)
         self._num_sms = num_sms
         torch.cuda.set_device(self._device)
         self._stream = stream or torch.cuda.Stream(self._device)
@@ -73,10 +73,10 @@ class CudaTimer(LaunchTimer):
         torch.cuda.synchronize(self._device)
 
     @cached_property
-    def _given(self) -> Tensors | None:
-        given, self.remarks = self._own()
+    def _tensors(self) -> Tensors | None:
+        tensors, self.remarks = self._make_tensors()
         torch.cuda.synchronize(self._device)
-        return given
+        return tensors
 
     def identity(self) -> dict[str, str]:
         return {
@@ -156,8 +156,8 @@ class CudaTimer(LaunchTimer):
         stop.record()
         return start, stop
 
-    def _whole(self, given: Tensors, enough: Enough) -> list[float]:
-        memory = StepMemory(self._trace, self._launcher, self._device, given)
+    def _whole(self, tensors: Tensors, enough: Enough) -> list[float]:
+        memory = StepMemory(self._trace, self._launcher, self._device, tensors)
         small = memory.small_state(SMALL_STATE_BYTES)
         for _ in range(WARMUPS):
             memory.run_all()

@@ -80,15 +80,15 @@ class Inboxes:
         """The last inbox, or a new one if that is too small."""
         flags = max((len(p.transfers) for p in programs), default=0)
         each = max((_offsets(p, traces[p.step], device)[1] for p in programs), default=0)
-        known = self.layouts[device]
-        if not known:
+        layouts = self.layouts[device]
+        if not layouts:
             return InboxLayout(0, self._microbatches, flags, each)
-        last = known[-1]
+        last = layouts[-1]
         if flags <= last.flags_each and each <= last.bytes_each:
             return last
         grown = -(-last.bytes_each * 3 // 2 // ALIGN) * ALIGN
         flags, each = max(flags, last.flags_each * 3 // 2), max(each, grown)
-        return InboxLayout(len(known), self._microbatches, flags, each)
+        return InboxLayout(len(layouts), self._microbatches, flags, each)
 
     def layout(self, program: int, device: int) -> InboxLayout:
         return self._used[device][program][0]
@@ -134,9 +134,9 @@ class GpuTransport(ABC):
 
     def add(self, programs: Sequence[Program], traces: Sequence[Trace]) -> None:
         """Every worker adds lanes in the same order."""
-        known = [len(layouts) for layouts in self._inboxes.layouts]
+        counts = [len(layouts) for layouts in self._inboxes.layouts]
         self._inboxes.add(programs, traces)
-        if known != [len(layouts) for layouts in self._inboxes.layouts]:
+        if counts != [len(layouts) for layouts in self._inboxes.layouts]:
             self._allocate()
 
     def new_bytes(self, programs: Sequence[Program], traces: Sequence[Trace]) -> int:

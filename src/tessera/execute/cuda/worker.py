@@ -166,9 +166,9 @@ class CudaWorker(DeviceWorker):
 
     def _finish(self, room: MicrobatchBuffers, running: _Running) -> None:
         order = running.order
-        made = running.graph.finish() if running.graph is not None else {}
+        outputs = running.graph.finish() if running.graph is not None else {}
         running.stop.record()
-        running.outputs = {name: _to_host(t) for name, t in made.items() if name not in order.skips}
+        running.outputs = {name: _to_host(t) for name, t in outputs.items() if name not in order.skips}
         if order.wants_state:
             state = self._graphs.state.named(room.number, running.program)
             running.state = {name: _to_host(tensor) for name, tensor in state.items()}
@@ -182,9 +182,9 @@ class CudaWorker(DeviceWorker):
         initial: messages.PackedTensors,
     ) -> None:
         arena = room.arenas.get(program.step)
-        given = {name: packed for name, packed in inputs.items() if arena and name in arena.places}
-        if arena is not None and given:
-            parts = [(*arena.places[name], packed, f"input '{name}'") for name, packed in given.items()]
+        placed = {name: packed for name, packed in inputs.items() if arena and name in arena.places}
+        if arena is not None and placed:
+            parts = [(*arena.places[name], packed, f"input '{name}'") for name, packed in placed.items()]
             self._copy_in((room.number, program.step), arena.contents, parts)
         state = self._graphs.state.named(room.number, program) if initial else {}
         for name, packed in initial.items():
