@@ -1,8 +1,8 @@
 """ActiveRequest and Answer: one ask in progress, and the delivery of its pieces to readers on any event loop.
 
 A reader takes everything buffered as one piece, so a slow reader costs at most the memory of its own answer.
-Text is made then, or by the engine where stop strings are searched. Readers are woken together, with one call
-per loop, because a wake-up is a system call.
+It makes the text then, or the engine does where stop strings are searched. Readers are woken together, with
+one call per loop, because a wake-up is a system call.
 
 No locks: the engine adds and then wakes; a reader sets its waiter and then looks for news, on its own loop.
 """
@@ -220,7 +220,7 @@ class ActiveRequest:
         return keys[:num_pages]
 
     def text_of(self, number: int) -> str | None:
-        """Text that can be no part of a stop string; None: there are none, and the buffer makes the text."""
+        """Text that is no part of a stop string; None without stop strings: the buffer makes the text."""
         if self.watch is None:
             return None
         text = self.reader.feed((number,))

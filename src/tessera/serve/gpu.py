@@ -4,7 +4,7 @@ Steps are captured from compiled code, without weights where that is possible (`
 measured on real cards and parts of one; on dilated devices they are modelled, and measured time is modelled
 time times a scale (`execute.cuda.pace`).
 
-Random weights of large built-in models are made on the GPU and differ from those of a CPU. Not handled: real
+Random weights of large built-in models come from the GPU and differ from those of a CPU. Not handled: real
 cards beside dilated ones.
 """
 
@@ -136,13 +136,13 @@ class GpuBackend:
 
 
 def _room_bytes(cluster: Cluster) -> list[float]:
-    """Parts of a card share what is free."""
-    found = []
+    """Free memory by device; parts of a card share it."""
+    room_bytes = []
     for device in cluster.devices:
         free = torch.cuda.mem_get_info(device.ordinal)[0]
         parts = sum(other.ordinal == device.ordinal for other in cluster.devices)
-        found.append(float(min(device.memory_bytes, free / parts)))
-    return found
+        room_bytes.append(float(min(device.memory_bytes, free / parts)))
+    return room_bytes
 
 
 def _initialise(model: ServedModel) -> None:

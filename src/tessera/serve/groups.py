@@ -49,13 +49,13 @@ class MovingSequence:
     destination: RoutedMicrobatch
     # None: both ends share one pool, and nothing is sent.
     pool: PagePool | None
-    # Page tables at the destination; the first `num_sent` of each are there or in flight, or not needed (0).
+    # Page tables at the destination; the first `num_sent` of each have arrived, are in flight, or are 0.
     pages: list[list[int]]
     num_sent: int
     num_expected: int
     in_flight: int = 0
     is_row_sent: bool = False
-    # Given up: pages are given back when nothing is in flight.
+    # True if it is abandoned: its pages are released when nothing is in flight.
     is_over: bool = False
 
     def release(self) -> None:

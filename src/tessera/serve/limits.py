@@ -57,8 +57,8 @@ class ClientGone(Exception): ...
 
 class RequestLimiter:
     def __init__(self, limits: HttpLimits) -> None:
-        self._limits, self.inside, self.is_closed = limits, 0, False
-        self.held_bytes = 0
+        self._limits, self.is_closed = limits, False
+        self.inside = self.held_bytes = 0
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -209,9 +209,9 @@ class AccessMiddleware:
         return None
 
     def _number(self, headers: Headers) -> int | None:
-        given = _hash(_bearer(headers))
-        same = [hmac.compare_digest(given, key) for key in self._hashes]  # no early end
-        return same.index(True) if any(same) else None
+        digest = _hash(_bearer(headers))
+        matches = [hmac.compare_digest(digest, key) for key in self._hashes]  # no early end
+        return matches.index(True) if any(matches) else None
 
 
 def _hash(key: bytes) -> bytes:
@@ -234,10 +234,10 @@ def is_local_name(host: str) -> bool:
         return False
 
 
-def read_keys(given: Iterable[str]) -> tuple[str, ...]:
+def read_keys(words: Iterable[str]) -> tuple[str, ...]:
     """Keys, or with @FILE one per line."""
     keys: list[str] = []
-    for word in given:
+    for word in words:
         keys += _keys_of_file(Path(word[1:])) if word.startswith("@") else [word]
     for key in keys:
         if len(key) < MIN_KEY_CHARS or not key.isascii() or not key.isprintable() or " " in key:

@@ -91,16 +91,16 @@ class Meters(Counts):
         return {name: _share(s - first.busy_s.get(name, 0.0), span_s) for name, s in last.busy_s.items()}
 
     def moved(self, bytes_per_s: Mapping[tuple[str, str], float]) -> list[tuple[str, str, float, int]]:
-        """The share is of the window, at the link's modelled speed."""
+        """(source, destination, share of the window at the modelled speed, total bytes) by link."""
         first, last = self._ends()
         span_s = last.at_s - first.at_s or 1.0
-        found = []
+        links = []
         for ends in sorted({*bytes_per_s, *last.moved}):
             total = last.moved.get(ends, 0)
             speed = bytes_per_s.get(ends, 0.0)
             wire_s = (total - first.moved.get(ends, 0)) / speed if speed else 0.0
-            found.append((*ends, _share(wire_s, span_s), total))
-        return found
+            links.append((*ends, _share(wire_s, span_s), total))
+        return links
 
     def _ends(self) -> tuple[_Look, _Look]:
         looks = self._looks

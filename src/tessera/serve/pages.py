@@ -92,9 +92,9 @@ class PagePool:
         """The longest prefix that all groups have."""
         num, before = len(keys), -1
 
-        def page(number: int, group: int) -> int:
-            found = self._by_key.get(_grouped(keys[number], group), 0)
-            return found if self._filling.get(found, owner) is owner else 0
+        def page(index: int, group: int) -> int:
+            number = self._by_key.get(_grouped(keys[index], group), 0)
+            return number if self._filling.get(number, owner) is owner else 0
 
         for group in (group for group, window in enumerate(self.windows) if not window):
             num = next((n for n in range(num) if not page(n, group)), num)
@@ -120,7 +120,7 @@ class PagePool:
             self._users[page] += 1
 
     def publish(self, page: int, key: bytes, owner: object = None, group: int = 0) -> bool:
-        """True if it can be found now; by `owner` only, until it is `filled`."""
+        """True if `find` returns it from now on; to `owner` only, until it is `filled`."""
         key = _grouped(key, group)
         if not self._is_caching or self._keys[page] is not None or key in self._by_key:
             return False
@@ -147,7 +147,7 @@ class PagePool:
 
     def _forget(self, page: int) -> None:
         key, self._keys[page] = self._keys[page], None
-        assert key is not None, "only what can be found is idle"
+        assert key is not None, "only published pages are idle"
         del self._by_key[key]
 
 

@@ -65,51 +65,51 @@ def nodes() -> list[Resources]:
     return [node["Resources"] for node in ray_module().nodes() if node["Alive"]]
 
 
-def counted(text: str, there: Sequence[Resources]) -> str:
-    """Every `*` replaced by the number of such GPUs."""
+def counted(text: str, resources: Sequence[Resources]) -> str:
+    """Devices with every `*` replaced by the number of such GPUs; `resources` by node."""
     words = []
     for word in (word.strip() for word in text.split(",")):
         if not word.endswith("*"):
             words.append(word)
             continue
         gpu = word[:-1].rpartition(":")[2]
-        number = sum(int(node.get("GPU", 0)) for node in there if _accelerator(gpu, node))
+        number = sum(int(node.get("GPU", 0)) for node in resources if _accelerator(gpu, node))
         if not number:
-            kinds = sorted({name for node in there for name in node if name.startswith(ACCELERATOR)})
+            kinds = sorted({name for node in resources for name in node if name.startswith(ACCELERATOR)})
             remedy = f"It has {', '.join(kinds) or 'no GPU'}."
             raise TesseraError(f"the Ray cluster has no {gpu}", remedy, "--devices")
         words.append(f"{word[:-1]}:{number}")
     return ",".join(words)
 
 
-def _accelerator(gpu: str, there: Resources) -> str:
-    return next((name for name in there if name.lower() == f"{ACCELERATOR}{gpu}"), "")
+def _accelerator(gpu: str, node: Resources) -> str:
+    return next((name for name in node if name.lower() == f"{ACCELERATOR}{gpu}"), "")
 
 
-def demands(device: Device, there: Sequence[Resources]) -> dict[str, float]:
+def demands(device: Device, resources: Sequence[Resources]) -> dict[str, float]:
     if device.kind is DeviceKind.CUDA:
-        names = {_accelerator(device.gpu, node) for node in there} - {""}
+        names = {_accelerator(device.gpu, node) for node in resources} - {""}
         kind = next(iter(names), f"{ACCELERATOR}{device.gpu.upper()}")
         return {"CPU": 1.0, "GPU": 1.0, kind: A_LITTLE}
-    has_own = any(device.gpu in node for node in there)
-    return {"CPU": 1.0} | ({device.gpu: 1.0} if device.gpu and has_own else {})
+    is_resource = any(device.gpu in node for node in resources)
+    return {"CPU": 1.0} | ({device.gpu: 1.0} if device.gpu and is_resource else {})
 
 
-def check_room(devices: Sequence[Device], there: Sequence[Resources]) -> None:
+def check_room(devices: Sequence[Device], resources: Sequence[Resources]) -> None:
     """Raises if the cluster is too small, now or even when empty."""
-    wanted: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
     for device in devices:
-        bundle = demands(device, there)
-        if not any(all(node.get(name, 0.0) >= n for name, n in bundle.items()) for node in there):
+        bundle = demands(device, resources)
+        if not any(all(node.get(name, 0.0) >= n for name, n in bundle.items()) for node in resources):
             need = ", ".join(name if n < 1 else f"{n:g} {name}" for name, n in bundle.items())
             raise TesseraError(
                 f"no node of the Ray cluster has {need} for {device.name}", "Add one.", "--ray"
             )
-        wanted.update({name: int(n) for name, n in bundle.items() if n >= 1})
-    for name, count in wanted.items():
-        has = sum(node.get(name, 0.0) for node in there)
-        if has < count:
-            message = f"{len(devices)} workers need {count} {name}; the Ray cluster has {has:g}"
+        totals.update({name: int(n) for name, n in bundle.items() if n >= 1})
+    for name, count in totals.items():
+        available = sum(node.get(name, 0.0) for node in resources)
+        if available < count:
+            message = f"{len(devices)} workers need {count} {name}; the Ray cluster has {available:g}"
             raise TesseraError(message, "Add nodes, or use fewer devices.", "--ray")
 
 
@@ -132,15 +132,15 @@ def placed(
 class Seats:
     def __init__(self, devices: Sequence[Device], engine: EngineAddress, model: str = "") -> None:
         self._engine, self._model = engine, model
-        there = nodes()
-        self._bundles = [demands(device, there) for device in devices]
+        resources = nodes()
+        self._bundles = [demands(device, resources) for device in devices]
         has_gpus = any(device.kind is DeviceKind.CUDA for device in devices)
         group = ray_module().util.placement_group
         self._group = group(self._bundles, strategy="PACK" if has_gpus else "SPREAD")
         self.actors = [self._start(rank) for rank in range(len(devices))]
 
     def about(self, rank: int) -> str:
-        """An ended worker is restarted."""
+        """Why a worker is missing, empty if it runs; one that has ended is started again."""
         ray = ray_module()
         try:
             said = ray.get(self.actors[rank].said.remote(), timeout=SAY_S)
@@ -172,8 +172,8 @@ class Seats:
             "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(self._group, rank),
             "max_restarts": -1,
         }
-        made = ray.remote(Seat).options(**options)
-        return made.remote(self._engine, rank, self._model)
+        actor = ray.remote(Seat).options(**options)
+        return actor.remote(self._engine, rank, self._model)
 
 
 class Seat:

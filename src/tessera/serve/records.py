@@ -73,7 +73,7 @@ class Shape:
         return 2 * self.pool_tokens // PAGE
 
     def ends(self, tokens: int, read: int) -> list[int]:
-        """Pages by group up to so many tokens, or to what a sequence holds that has read `read`."""
+        """Lengths of page tables by group: for `tokens` tokens, or the most held at once after `read`."""
         return [
             first_seen(read, w) + max_pages(tokens - PAGE * first_seen(read, w), (w,), self.sizes[-1])
             for w in self.windows
@@ -92,7 +92,7 @@ class Shape:
 
 
 def sizes_for(cluster: Cluster) -> tuple[int, int | None]:
-    """None: chosen by memory. One GPU has nothing to overlap."""
+    """Microbatches, and rows; None: chosen by memory. One GPU has nothing to overlap."""
     kinds = {device.kind for device in cluster.devices}
     if kinds == {DeviceKind.CUDA, DeviceKind.CPU}:  # a host reads its weights again for every microbatch
         return 1, ROWS
@@ -244,7 +244,7 @@ class Latency:
 class Counts:
     prompt_tokens: int = 0
     output_tokens: int = 0
-    # Tokens of started sequences, and those found in cached pages.
+    # Tokens of started sequences, and those of cached pages.
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
@@ -302,5 +302,5 @@ class ImageDraft(msgspec.Struct, frozen=True, tag=True):
     seed: int | None
     # png, jpeg or webp.
     form: str
-    # By the pipeline's own names.
+    # By the pipeline's names.
     options: dict[str, int | float | str | None]

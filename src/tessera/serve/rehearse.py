@@ -83,15 +83,15 @@ def play(
 
 
 def rated(policies: Sequence[ServicePlan], shape: Shape) -> tuple[Capability, ...]:
-    found = []
+    capabilities = []
     for plan in policies:
         clients = sorted({1, *(max(1, int(share * plan.clients)) for share in COMPARED)})
         if len(policies) == 1:
             clients = clients[-1:]
         tokens = plan.load.output_tokens
         rates = [rehearse(plan, plan.load, n, shape=shape).tokens_per_s / tokens for n in clients]
-        found.append(capability_of(plan.policy, list(zip(clients, rates, strict=True)), tokens))
-    return tuple(found)
+        capabilities.append(capability_of(plan.policy, list(zip(clients, rates, strict=True)), tokens))
+    return tuple(capabilities)
 
 
 def shape_for(plan: ServicePlan) -> Shape:
@@ -147,7 +147,8 @@ class _Rehearsal(Engine):
         return self._between(start, self._run_to(self._clients + self._counted))
 
     def play(self, arrivals: Sequence[tuple[float, tuple[int, int]]]) -> Played:
-        start, self._is_closed, self._is_running, most = self._mark(), False, True, 0
+        self._is_closed, self._is_running = False, True
+        start, most = self._mark(), 0
         for num, (at_s, lengths) in enumerate(arrivals):
             while self._virtual.now_s() < at_s:
                 self._begin()

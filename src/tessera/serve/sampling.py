@@ -1,6 +1,6 @@
 """Sampling: how the next token of a request is chosen, as inputs of tessera::choose (`kernels.choose`).
 
-Everything is given with every step, so preemption, moves and lost devices need nothing more, and the same
+Every step has all of it as inputs, so preemption, moves and lost devices need nothing more, and the same
 seed gives the same answer wherever and with whatever it runs. Rows that no choice names are greedy.
 """
 
@@ -45,7 +45,7 @@ class Edits:
             self._entry(number)[1] = 0
 
     def _entry(self, number: int) -> npt.NDArray[np.int32]:
-        """Number, count or -1, bias. Valid until the next token's entry is made."""
+        """Number, count or -1, bias. Valid until the next token has an entry."""
         place = self._places.setdefault(number, self._num)
         if place == self._num:
             if self._num == len(self._entries):

@@ -45,8 +45,9 @@ def _monitor(capabilities: tuple[Capability, ...]) -> Monitor:
 
 
 class Service:
-    """`policy` "auto": the monitor chooses. `capabilities` are rehearsed by default. No `planner`: plans
-    stay.
+    """A monitor chooses among policies if `policy` is "auto".
+
+    Without `capabilities` policies are rehearsed; without a `planner` plans stay.
     """
 
     def __init__(
@@ -177,10 +178,10 @@ class Service:
     def _devices(self) -> tuple[DeviceView, ...]:
         meters, lost = self._engine.meters, frozenset(self._engine.scheduler.lost)
         busy, memory = meters.busy(), {d.name: d.memory_bytes for d in self._stepper.plans[0].cluster.devices}
-        found = []
+        views = []
         for name in dict.fromkeys((*memory, *busy, *sorted(lost))):
             is_lost = name in lost
             now = meters.status.get(name, DeviceStatus("lost" if is_lost else "ready"))
             worker = (now.pid, now.state, now.restarts, meters.losses[name])
-            found.append(DeviceView(name, busy.get(name, 0.0), memory.get(name, 0), is_lost, *worker))
-        return tuple(found)
+            views.append(DeviceView(name, busy.get(name, 0.0), memory.get(name, 0), is_lost, *worker))
+        return tuple(views)

@@ -79,9 +79,9 @@ class Sight:
                 first, after = max(read, start), min(read + count, start + PICTURE_TOKENS)
                 if first < after:
                     assert embedding is not None, "only encoded pictures are read"
-                    here = slice(at + first - read, at + after - read)
-                    image[here] = embedding[first - start : after - start]
-                    is_image[here] = True
+                    span = slice(at + first - read, at + after - read)
+                    image[span] = embedding[first - start : after - start]
+                    is_image[span] = True
             at += count
         return {"rotary": torch.from_numpy(places), "image": image, "is_image": is_image}
 

@@ -42,19 +42,20 @@ class Steps:
     def call(self, microbatch: int, number: int, inputs: Tensors, skips: tuple[str, ...] = ()) -> StepCall:
         """If a step's inputs are not recorded, it gets all."""
         names = self.inputs[number]
-        given = {name: tensor for name, tensor in inputs.items() if name in names} if names else inputs
-        return StepCall(microbatch, number, given, skips)
+        if names:
+            inputs = {name: tensor for name, tensor in inputs.items() if name in names}
+        return StepCall(microbatch, number, inputs, skips)
 
 
 class PageTable:
     """Pages of a sequence in one group of layers."""
 
-    def __init__(self, window: int, found: Sequence[int]) -> None:
-        self.window, self.num_pages = window, len(found)
-        self.pages = np.zeros(max(8, 2 * len(found)), dtype=np.int32)
-        self.pages[: len(found)] = found
+    def __init__(self, window: int, pages: Sequence[int]) -> None:
+        self.window, self.num_pages = window, len(pages)
+        self.pages = np.zeros(max(8, 2 * len(pages)), dtype=np.int32)
+        self.pages[: len(pages)] = pages
         # Leading pages behind the window, which are 0 in the table.
-        self.num_behind = self.num_pages - int(np.count_nonzero(found))
+        self.num_behind = self.num_pages - int(np.count_nonzero(pages))
 
     @property
     def held(self) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":
@@ -82,7 +83,7 @@ class SeatedSequence:
         self.request, self.turn, self.row, self.seen = request, turn, row, seen
         self._can_give = can_give
         self.tokens = request.sequence
-        # Tokens to read here, if it answers elsewhere.
+        # Number of tokens after which it leaves, if it answers elsewhere.
         self.stop: int | None = None
         self.is_begun = self.was_begun = False
         # Includes those of running steps.
@@ -98,7 +99,7 @@ class SeatedSequence:
 
     @property
     def left(self) -> int:
-        """Tokens to read here; 0 while it waits for a running step or a mask."""
+        """Tokens to read in this microbatch; 0 while it waits for a running step or a mask."""
         if self.request.can_wait:
             guide = self.request.pick.guide
             is_masked = guide is None or self.num_due > 0 or guide.is_ready
@@ -124,8 +125,8 @@ class SeatedSequence:
 
     def next_tokens(self, count: int) -> list[int]:
         """-1 - row stands for the running step's output in that row."""
-        found = self.tokens[self.read : self.read + count]
-        return found if len(found) == count else [*found, -1 - self.ahead]
+        tokens = self.tokens[self.read : self.read + count]
+        return tokens if len(tokens) == count else [*tokens, -1 - self.ahead]
 
     def forced_after(self, count: int) -> tuple[int, int] | None:
         """The prompt's token after the next `count` ones, and its alternatives, if its logprob is due."""
@@ -143,9 +144,9 @@ class SeatedSequence:
         """0 behind a window."""
         return [table.pages[: table.num_pages].tolist() for table in self.tables]
 
-    def begin(self, windows: Sequence[int], found: Tables, read: int, num_published: int) -> None:
+    def begin(self, windows: Sequence[int], tables: Tables, read: int, num_published: int) -> None:
         self.is_begun, self.read, self.num_published = True, read, num_published
-        self.tables = [PageTable(window, pages) for window, pages in zip(windows, found, strict=True)]
+        self.tables = [PageTable(window, pages) for window, pages in zip(windows, tables, strict=True)]
         self.room, self.passes_at = min(PAGE * table.num_pages for table in self.tables), 0
 
     def append(self, page: int) -> None:
@@ -190,14 +191,14 @@ class StepInputs:
         positions = np.arange(total) - np.repeat(query_ends - counts - reads, counts)
         at: Any = slice(total)
         rows: Any = slice(len(planned))
-        own = np.array([part.sequence.row for part in planned])
+        sequence_rows = np.array([part.sequence.row for part in planned])
         if not self._shape.is_flat:
-            at = rows = own
+            at = rows = sequence_rows
             self._query_starts[: size + 1] = range(size + 1)
             self._fresh[:size] = True
             self._fresh[rows] = reads == 0
         else:
-            self._rows[: len(planned)] = np.where(reads == 0, -1 - own, own)
+            self._rows[: len(planned)] = np.where(reads == 0, -1 - sequence_rows, sequence_rows)
             self._query_starts[1 : len(planned) + 1] = query_ends
             self._query_starts[len(planned) + 1 :] = total
         adapters = np.repeat([part.sequence.request.ask.adapter for part in planned], counts)
@@ -236,9 +237,8 @@ class StepInputs:
             if request.wants_prompt and (forced := sequence.forced_after(part.num_tokens)) is not None:
                 choices.append(Choice(part.row_in(self._shape, number), request.pick, 0, forced=forced))
             elif part.is_due and not request.pick.is_plain:
-                num_due = sequence.num_due
-                place = (part.row_in(self._shape, number), request.pick, len(sequence.tokens) + num_due)
-                choices.append(Choice(*place, num_due))
+                row, position = part.row_in(self._shape, number), len(sequence.tokens) + sequence.num_due
+                choices.append(Choice(row, request.pick, position, sequence.num_due))
         return choices
 
 
@@ -261,9 +261,9 @@ class Part(NamedTuple):
 class StartedStep:
     parts: list[Part]
     can_follow: bool
-    # Parts whose masks are given later.
+    # Parts whose masks follow.
     guided: list[int]
-    # Pages that it fills; pages given back while it ran.
+    # Pages that it fills; pages to release when it has ended.
     published: list[int]
     released: list[int] = field(default_factory=list)
 
