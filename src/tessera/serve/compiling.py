@@ -1,7 +1,7 @@
 """CompileProcess: the compiled steps of a model, captured in processes of their own that see no GPU.
 
 The program loads the weights meanwhile. Launches are those that Inductor makes for a card with these
-properties. Nothing is timed: the first configuration of a kernel is taken.
+properties. Nothing is timed: a kernel has its first configuration.
 """
 
 import os
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
     Make = Callable[[], ServedModel]
 
-# A step that takes longer to capture is taken for hung.
+# A step that takes longer to capture counts as hung.
 LIMIT_S = 300.0
 END_S = 2.0
 REMEDY = "Capture the steps in the process of the service."
 
 
 class CompileProcess:
-    """`is_early`: steps of the model are captured before those that are wanted are known."""
+    """`is_early`: capture begins with the model's steps, before `begin` names those of the plan."""
 
     def __init__(self, make: "Make", card: SimpleNamespace, is_early: bool = True) -> None:
         warm_up()
@@ -45,18 +45,18 @@ class CompileProcess:
         self, steps: Sequence[Step], weights: Mapping[str, torch.Tensor], advance: Callable[[str], None]
     ) -> list[Trace]:
         """`CaptureError` if the model cannot be built without weights."""
-        found: dict[int, Trace] = {}
+        traces: dict[int, Trace] = {}
         try:
             if self._answer() != layouts(weights):
                 raise CaptureError("its weights are laid out differently when they are loaded", REMEDY)
-            while len(found) < len(steps):
-                left = ", ".join(str(step.context) for n, step in enumerate(steps) if n not in found)
+            while len(traces) < len(steps):
+                left = ", ".join(str(step.context) for n, step in enumerate(steps) if n not in traces)
                 advance(f"capturing {len(steps)} steps, left: {left} tokens")
                 number, trace = self._answer()
-                found[number] = trace
+                traces[number] = trace
         except (OSError, EOFError) as error:
             raise CaptureError(f"the compiling process ended early ({error})", REMEDY) from error
-        return [found[number] for number in range(len(steps))]
+        return [traces[number] for number in range(len(steps))]
 
     def close(self) -> None:
         self._process.pipe.close()

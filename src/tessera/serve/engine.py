@@ -2,7 +2,7 @@
 
 The next step starts before tokens of the last one are searched for stop strings; a stop string therefore
 frees its pages one step late, and that step's token is dropped. `settle` chooses tokens and frees pages of
-ended answers; `deliver` gives them to readers, who make text.
+ended answers; `deliver` hands them to readers, who make text.
 
 A request whose device was lost restarts from its prompt and the tokens so far, with its generators as they
 were. Every accepted request gets one finish, also if this thread dies.
@@ -56,8 +56,11 @@ class Engine(Watcher[ActiveRequest]):
     ) -> None:
         self.stepper, self.shape = stepper, shape
         self.meters = meters or Meters()
-        given = (self.settle, self.meters, sight, prefix_caching, is_filled)
-        batches = BatchConfig(*given, lambda: self.post(self.scheduler.awake_waiting))
+
+        def on_masks() -> None:
+            self.post(self.scheduler.awake_waiting)
+
+        batches = BatchConfig(self.settle, self.meters, sight, prefix_caching, is_filled, on_masks)
         depth = getattr(stepper, "microbatches", None)
         config = SchedulerConfig(max_waiting, depth, max_retries=MAX_RETRIES)
         self.scheduler = Router(stepper, policies, shape, batches, config, self)
@@ -86,7 +89,6 @@ class Engine(Watcher[ActiveRequest]):
         return self.stepper.now_s() - self._begun_s
 
     def switch(self, policy: str) -> None:
-
         def switch() -> None:
             names = [plan.policy for plan in self.scheduler.policies]
             if policy in names:

@@ -153,9 +153,9 @@ def _weights(
 ) -> dict[str, torch.Tensor]:
     """Steps share weights: build from as few as needed, and request the rest."""
     weights: dict[str, torch.Tensor] = {}
-    wanted = {record.name for record in config.weight_records}
+    names = {record.name for record in config.weight_records}
     for step in dict.fromkeys(trace.step for trace in config.traces):
-        if not wanted <= weights.keys():
+        if not names <= weights.keys():
             try:
                 weights |= make(step)
             except TesseraError as error:

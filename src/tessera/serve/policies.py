@@ -56,16 +56,16 @@ class ServicePlanner:
     load: ir.Load
     effort: str = "full"
     sees: bool = False
-    # Empty: those of a given plan stay.
+    # Empty: the policies of a plan from a file stay.
     names: tuple[str, ...] = (AUTO,)
 
     def plans(self, names: Sequence[str]) -> Policies:
         """The best of `auto` first; raises PlanInfeasible if a name has no plan."""
-        found: list[ir.ServicePlan] = []
+        plans: dict[str, ir.ServicePlan] = {}
         for name in names:
-            chosen = self.auto() if name == AUTO else (self.best(name),)
-            found += [plan for plan in chosen if plan.policy not in [p.policy for p in found]]
-        return tuple(found)
+            for plan in self.auto() if name == AUTO else (self.best(name),):
+                plans.setdefault(plan.policy, plan)
+        return tuple(plans.values())
 
     def auto(self) -> Policies:
         if len(self.cluster.devices) == 1:
@@ -153,8 +153,8 @@ class ServicePlanner:
         if [_kernels(graph) for graph in plan.graphs] != [_kernels(graph) for graph in self.unit.graphs]:
             placement = self._searched(policy, self.unit, group.microbatches)
             lanes = (replace(lanes[0], placement=placement),)
-        made = replace(plan, unit=self.unit, costs=self.costs, cluster=self.cluster, lanes=lanes)
-        return replace(group, plan=made)
+        plan = replace(plan, unit=self.unit, costs=self.costs, cluster=self.cluster, lanes=lanes)
+        return replace(group, plan=plan)
 
     @cached_property
     def _counted(self) -> ir.WorkUnit:

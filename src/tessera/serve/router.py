@@ -19,6 +19,7 @@ moving their pages, else they answer where they are, or restart if their prompt 
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import count
 
 from tessera.execute.lanes import LoadedLane
@@ -159,14 +160,16 @@ class Router(Scheduler[ActiveRequest]):
         group = self._opening
         assert group is not None, "a microbatch is opened for a group"
         self._by_number[number] = group
-        given = (number, group.shape, group.steps, self._batches, self.pool_of(group))
-        return SequenceBatch(*given, lambda request: self._evict(number, request), group.lane.can_give)
+        pool, evict = self.pool_of(group), partial(self._evict, number)
+        return SequenceBatch(
+            number, group.shape, group.steps, self._batches, pool, evict, group.lane.can_give
+        )
 
     def group_of(self, microbatch: RoutedMicrobatch) -> RoutedGroup:
         return self._by_number[microbatch.number]
 
     def pool_of(self, group: RoutedGroup) -> PagePool | None:
-        """None: each microbatch has its own."""
+        """None where each microbatch has a pool of its own."""
         if group.home is None:
             return None
         if group.home not in self.pools:
@@ -176,12 +179,14 @@ class Router(Scheduler[ActiveRequest]):
 
     def every_pool(self) -> list[PagePool]:
         shared = [pool for group in self.groups if (pool := self.pool_of(group)) is not None]
-        own = [batch_of(m).pool for m in list(self.microbatches.values()) if self.group_of(m).home is None]
-        return list({id(pool): pool for pool in (*shared, *own)}.values())
+        unshared = [
+            batch_of(m).pool for m in list(self.microbatches.values()) if self.group_of(m).home is None
+        ]
+        return list({id(pool): pool for pool in (*shared, *unshared)}.values())
 
     def views(self) -> tuple[GroupView, ...]:
         """Thread-safe."""
-        found, numbers = [], dict(self._by_number)
+        views, numbers = [], dict(self._by_number)
         for routed in self.groups:
             size = routed.group.size
             batches = [m.content for n, m in list(self.microbatches.items()) if numbers.get(n) is routed]
@@ -189,8 +194,8 @@ class Router(Scheduler[ActiveRequest]):
             coming = sum(content.num_coming for content in batches if isinstance(content, SequenceBatch))
             most = size.sequences * size.microbatches
             sizes = (size.role, size.devices, size.sequences, size.tokens, size.microbatches)
-            found.append(GroupView(*sizes, most, places, coming))
-        return tuple(found)
+            views.append(GroupView(*sizes, most, places, coming))
+        return tuple(views)
 
     def _usable(self) -> list[RoutedGroup]:
         """Groups without a lost device: of the current policy, else of any."""
@@ -240,7 +245,7 @@ class Router(Scheduler[ActiveRequest]):
         unread, unanswered = sum(x.num_unread for x in batches), sum(x.num_unanswered for x in batches)
         return unread * group.prompt_s + unanswered * group.answer_s
 
-    def _found(self, request: ActiveRequest, group: RoutedGroup) -> int:
+    def _num_cached(self, request: ActiveRequest, group: RoutedGroup) -> int:
         pool = None if group.home is None else self.pools.get(group.home)
         if not self._is_caching or pool is None or request.wants_prompt:
             return 0
@@ -265,7 +270,7 @@ class Router(Scheduler[ActiveRequest]):
 
     def _reads_rest(self, request: ActiveRequest, group: RoutedGroup) -> bool:
         """True if one step reads what this home's pages lack."""
-        left = len(request.sequence) - self._found(request, group)
+        left = len(request.sequence) - self._num_cached(request, group)
         return left < len(request.sequence) and left <= group.shape.sizes[-1] - group.shape.rows
 
     def _seat(self, request: ActiveRequest, groups: Sequence[RoutedGroup], is_pull: bool = False) -> bool:
@@ -276,7 +281,7 @@ class Router(Scheduler[ActiveRequest]):
 
         def end_s(choice: tuple[RoutedGroup, RoutedMicrobatch | RoutedGroup]) -> float:
             group = choice[0]
-            num = len(request.sequence) - self._found(request, group)
+            num = len(request.sequence) - self._num_cached(request, group)
             return self._work_s(group) + num * group.prompt_s + request.predicted * group.answer_s
 
         _, place = min(places, key=end_s) if len(places) > 1 else places[0]
@@ -346,25 +351,25 @@ class Router(Scheduler[ActiveRequest]):
             if group.home == home:
                 choices.append((-1.0, place, None, [[]], []))
                 continue
-            found = pool.find(request.keys(min(length - 1, read) // PAGE) if self._is_caching else ())
-            firsts = [max(len(found[0]), first_seen(read, window)) for window in pool.windows]
-            found = [table if len(table) == n else [0] * n for table, n in zip(found, firsts, strict=True)]
+            cached = pool.find(request.keys(min(length - 1, read) // PAGE) if self._is_caching else ())
+            firsts = [max(len(cached[0]), first_seen(read, window)) for window in pool.windows]
+            cached = [table if len(table) == n else [0] * n for table, n in zip(cached, firsts, strict=True)]
             new = [end - first for end, first in zip(group.shape.ends(num, read), firsts, strict=True)]
             spare = sum(m.content.num_used for m in self.open_of(group)) * len(new)
-            if sum(new) + spare <= pool.num_free - pool.num_idle(listed(found)):
+            if sum(new) + spare <= pool.num_free - pool.num_idle(listed(cached)):
                 work_s = self._work_s(group) if len(groups) > 1 else 0.0
-                choices.append((work_s, place, pool, found, new))
-        for _, place, pool, found, new in sorted(choices, key=lambda choice: choice[0]):
-            microbatch, shared = self._opened(place), listed(found)
+                choices.append((work_s, place, pool, cached, new))
+        for _, place, pool, cached, new in sorted(choices, key=lambda choice: choice[0]):
+            microbatch, shared = self._opened(place), listed(cached)
             if not batch_of(microbatch).expect(num_expected := len(shared) + sum(new)):
                 continue
             pages = []
             if pool is not None:
                 pool.share(shared)
                 pages = [
-                    [*table, *(pool.take() for _ in range(n))] for table, n in zip(found, new, strict=True)
+                    [*table, *(pool.take() for _ in range(n))] for table, n in zip(cached, new, strict=True)
                 ]
-            return microbatch, pool, pages, min(map(len, found)), num_expected
+            return microbatch, pool, pages, min(map(len, cached)), num_expected
         return None
 
     def _settled(self, microbatch: RoutedMicrobatch) -> None:
@@ -409,19 +414,21 @@ class Router(Scheduler[ActiveRequest]):
         first, transit.num_sent = transit.num_sent, max(transit.num_sent, end)
         pairs = [
             pair
-            for here, there in zip(tables, transit.pages, strict=False)
-            for pair in zip(here[first:end], there[first:end], strict=True)
+            for source, destination in zip(tables, transit.pages, strict=False)
+            for pair in zip(source[first:end], destination[first:end], strict=True)
             if all(pair)  # neither behind a window
         ]
         if pairs or has_row:
-            number, sent = next(self._move_numbers), tuple(one for one, _ in pairs)
+            number = next(self._move_numbers)
+            sent = tuple(source for source, _ in pairs)
+            reserved = tuple(destination for _, destination in pairs)
             batch.pool.share(sent)
             transit.in_flight += 1
             ends = (transit.source.number, transit.destination.number)
             transit.is_row_sent = has_row
             rows = None if row is None else (batch.by_request[request].row, row)
             self._moves[number] = PagesInFlight(transit, ends, batch.pool, sent, row)
-            self.stepper.move(PageMove(number, *ends, sent, tuple(other for _, other in pairs), rows))
+            self.stepper.move(PageMove(number, *ends, sent, reserved, rows))
         elif is_read and not transit.in_flight:
             self._arrive(transit, read)
 
@@ -472,7 +479,7 @@ class Router(Scheduler[ActiveRequest]):
         return not any(microbatch.number in move.ends for move in self._moves.values())
 
     def _stay(self, transit: MovingSequence) -> None:
-        """The sequence answers where it is, or restarts if that must be left."""
+        """The sequence answers where it is, or restarts if that microbatch is old."""
         self._end_transit(transit)
         batch = batch_of(transit.source)
         if transit.request.batch is not batch:

@@ -103,8 +103,8 @@ def served(
         min_size, ratio = PACKED_SIZE, PACKED_RATIO
     sees = _sees(config, model)
     config = config.get_text_config()
-    found = layout_of(first.module)
-    is_flat, gathers, windows = found.is_packed, found.kind in GATHERED, found.windows or (0,)
+    layout = layout_of(first.module)
+    is_flat, gathers, windows = layout.is_packed, layout.kind in GATHERED, layout.windows or (0,)
     most_tokens = 1 if gathers else spec.max_batch_tokens or MAX_BATCH_TOKENS
     rows = spec.rows or _rows(first, spec, _room(first, room_bytes) / microbatches, windows, most_tokens)
     size = _length(model, capacity, max_positions(first.module))
@@ -128,10 +128,10 @@ def served(
             raise CaptureError(message, "Use shorter sequences, fewer of them, or more memory.")
     shape = Shape(
         microbatches, rows, size, sizes, pool_tokens, config.vocab_size, is_flat,
-        has_rows=bool(found.rows), windows=windows,
+        has_rows=bool(layout.rows), windows=windows,
     )  # fmt: skip
     steps += [replace(pages, batch=shape.num_sequences(x), context=x) for x in sizes]
-    return ServedModel(model, shape, tuple(another(first, step) for step in steps), found.reason)
+    return ServedModel(model, shape, tuple(another(first, step) for step in steps), layout.reason)
 
 
 def smallest_step(place: str, spec: ServeSpec) -> Step:
@@ -161,11 +161,11 @@ def _rows(first: Workload, spec: ServeSpec, room: float, windows: Sequence[int],
     return rows
 
 
-def _length(model: str, asked: int | None, positions: int | None) -> int:
-    if asked is not None and positions and asked > positions:
-        message = f"a length of {asked} is beyond the {positions} positions of {model}"
+def _length(model: str, length: int | None, positions: int | None) -> int:
+    if length is not None and positions and length > positions:
+        message = f"a length of {length} is beyond the {positions} positions of {model}"
         raise CaptureError(message, f"Use at most {positions}.")
-    return asked or positions or CAPACITY
+    return length or positions or CAPACITY
 
 
 def sizes_of(
@@ -202,7 +202,7 @@ def _room(first: Workload, room_bytes: Sequence[float]) -> float:
 
 
 def _bytes_of_state(first: Workload, rows: int) -> tuple[float, int]:
-    """Per token in pages, and fixed for a microbatch."""
+    """Bytes per token in pages, and fixed ones of a microbatch."""
     sizes = []
     for pages in (rows + 1, rows + 3):  # every sequence has one
         step = replace(first.step, batch=rows, context=rows, reserve=pages * PAGE)
@@ -229,7 +229,7 @@ def for_cpu(model: ServedModel) -> ServedModel:
 
 
 def for_host(model: ServedModel) -> ServedModel:
-    """By output columns, a CPU multiplies few rows of experts faster."""
+    """Weights of experts by output column: a CPU multiplies few rows by them faster."""
     for module in model.workloads[-1].module.modules():
         if getattr(module, "is_transposed", False):
             for weight in module.parameters(recurse=False):

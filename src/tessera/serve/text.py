@@ -178,12 +178,12 @@ class FolderText:
             if self._tokenizer.size <= len(self._special):
                 raise ValueError("it has special tokens alone")
             self._bytes: dict[int, bytes] = {}
-            written = [template, template]
+            sources = [template, template]
             if not template and tokenizer.chat_template:
-                written = [str(tokenizer.get_chat_template(tools=tools)) for tools in (None, [NO_VARIABLES])]
-        made = {one: ChatTemplate(one) for one in {*written} if one}
+                sources = [str(tokenizer.get_chat_template(tools=tools)) for tools in (None, [NO_VARIABLES])]
+        templates = {source: ChatTemplate(source) for source in {*sources} if source}
         # Without and with tools.
-        self._templates = [made.get(one) for one in written]
+        self._templates = [templates.get(source) for source in sources]
         self._variables = {"tools": None, "documents": None, GENERATES: True, **named}
         # Longest first.
         self._marks = {word: chr(ord(FIRST) + number) for number, word in enumerate(words[:MAX_WORDS])}
@@ -200,8 +200,8 @@ class FolderText:
             remedy = "Use /v1/completions, or start the server with --chat-template."
             raise AskError("this model has no chat template", remedy, "messages")
         turns = [{**turn, "content": _shown(turn["content"])} for turn in messages]
-        given = {"messages": self._mark(turns), "tools": self._mark(tools) if tools else None}
-        text = template.render({**self._variables, **self._mark(variables), **given})
+        conversation = {"messages": self._mark(turns), "tools": self._mark(tools) if tools else None}
+        text = template.render({**self._variables, **self._mark(variables), **conversation})
         if variables.get(CONTINUES):
             text = _open_end(text, self._mark(messages[-1]["content"].rpartition(MARK)[2]))
         tokens: list[int] = []
@@ -236,11 +236,11 @@ class FolderText:
         return self._tokenizer.decode([token for token in tokens if token < size])
 
     def token_bytes(self, token: int) -> bytes:
-        found = self._bytes.get(token)
-        if found is None:
+        raw = self._bytes.get(token)
+        if raw is None:
             is_text = token < self._tokenizer.size and token not in self._special
-            found = self._bytes[token] = self._tokenizer.token_bytes(token) if is_text else b""
-        return found
+            raw = self._bytes[token] = self._tokenizer.token_bytes(token) if is_text else b""
+        return raw
 
 
 class FastTokenizer:
@@ -313,13 +313,13 @@ class SlowTokenizer:
 
 
 class WindowReader:
-    __slots__ = ("_given", "_num_old", "_text", "_window")
+    __slots__ = ("_num_old", "_num_returned", "_text", "_window")
 
     def __init__(self, text: FolderText, before: Sequence[int]) -> None:
         self._text = text
         self._window = list(before[-MAX_CONTEXT:])
-        # Context tokens; characters already returned.
-        self._num_old, self._given = len(self._window), len(text.decode(self._window))
+        # Context tokens; returned characters of the window.
+        self._num_old, self._num_returned = len(self._window), len(text.decode(self._window))
 
     def feed(self, tokens: Sequence[int]) -> str:
         parts = range(0, len(tokens), AT_ONCE)
@@ -332,17 +332,17 @@ class WindowReader:
         if len(self._window) - self._num_old < MAX_WINDOW:
             while sure > max(0, len(text) - MAX_UNSURE) and text[sure - 1] == UNSURE:
                 sure -= 1
-        new = text[self._given : sure]
-        self._given = max(self._given, sure)
+        new = text[self._num_returned : sure]
+        self._num_returned = max(self._num_returned, sure)
         if sure == len(text) and new:
             del self._window[: self._num_old]
             self._num_old = len(self._window)
-            self._given = len(self._text.decode(self._window))
+            self._num_returned = len(self._text.decode(self._window))
         return new
 
     def flush(self) -> str:
-        rest = self._text.decode(self._window)[self._given :]
-        self._given += len(rest)
+        rest = self._text.decode(self._window)[self._num_returned :]
+        self._num_returned += len(rest)
         return rest
 
 
@@ -360,7 +360,7 @@ def _read(folder: Path) -> Any:
 
 
 def _open_end(text: str, said: str) -> str:
-    """Without what the template writes after the last message."""
+    """The rendered text without what the template writes after the last message."""
     start = text.rfind(said) if said in text else text.rfind(said.strip())
     if start < 0:
         remedy = "Leave continue_final_message out."
@@ -369,7 +369,7 @@ def _open_end(text: str, said: str) -> str:
 
 
 def _shown(said: str) -> str | list[dict[str, str]]:
-    """In parts, as templates expect it, where there are pictures."""
+    """Content of a turn; with pictures a list of parts, as templates expect it."""
     if MARK not in said:
         return said
     parts = [[{"type": "image"}, {"type": "text", "text": text}] for text in said.split(MARK)]
@@ -377,7 +377,7 @@ def _shown(said: str) -> str | list[dict[str, str]]:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """`re.split` would hold the interpreter lock."""
+    """Text and marks in turn; `re.split` would hold the interpreter lock."""
     start = 0
     for match in MARKS.finditer(text):
         yield text[start : match.start()]
@@ -387,7 +387,7 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def _marked(words: Sequence[str]) -> re.Pattern[str]:
-    """Fast where there are no special words."""
+    """Pattern of stand-ins and special words; its look-ahead is fast in text without them."""
     stand_in = f"{FIRST}-{LAST}"
     first = stand_in + "".join(re.escape(letter) for letter in sorted({word[0] for word in words}))
     return re.compile(f"(?=[{first}])(?:{'|'.join([f'[{stand_in}]', *map(re.escape, words)])})")
