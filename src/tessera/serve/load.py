@@ -1,7 +1,8 @@
 """Load generator: `measure` sends requests to a server; `figures` are named as in `vllm bench serve`.
 
 Without a tokenizer, two short requests measure the tokens of the server's template and of a word.
-Verification sends a few distinct prompts alone first; under load each greedy answer must be the same text.
+Verification first sends a few distinct prompts one by one; under load each greedy answer must have the same
+text.
 
     ttfb  sending to the first byte of the body
     ttft  to the first text                       tpot  (end - first text) / (tokens - 1)
@@ -51,7 +52,7 @@ class Client(NamedTuple):
 
 @contextmanager
 def _named() -> Iterator[None]:
-    """Errors of a connection, by kind."""
+    """Errors of a connection become a `LoadError` with their kind."""
     try:
         yield
     except TimeoutError:
@@ -108,19 +109,19 @@ class _Event(msgspec.Struct):
 
 
 async def _ask(client: Client, options: "LoadOptions", model: str, query: "Query") -> Generation:
-    asked: dict[str, Any] = {"model": model, "temperature": 0.0, "stream": True}
-    asked["stream_options"] = {"include_usage": True}
+    body: dict[str, Any] = {"model": model, "temperature": 0.0, "stream": True}
+    body["stream_options"] = {"include_usage": True}
     if options.ignores_end:
-        asked["ignore_eos"] = True
+        body["ignore_eos"] = True
     path, most = "/v1/completions", query.max_tokens
     if options.api == "chat":
         path = "/v1/chat/completions"
-        asked |= {"messages": [{"role": "user", "content": query.prompt}], "max_completion_tokens": most}
+        body |= {"messages": [{"role": "user", "content": query.prompt}], "max_completion_tokens": most}
     else:
-        asked |= {"prompt": query.prompt, "max_tokens": most}
+        body |= {"prompt": query.prompt, "max_tokens": most}
     start_s = time.perf_counter()
     with _named():
-        async with client.session.post(client.base + path, json=asked | dict(options.fields)) as response:
+        async with client.session.post(client.base + path, json=body | dict(options.fields)) as response:
             if response.status != 200:
                 raise LoadError(f"http {response.status}", _message(response.status, await response.read()))
             return await _read_stream(response, start_s)
@@ -156,8 +157,9 @@ async def _read_stream(response: aiohttp.ClientResponse, start_s: float) -> Gene
     # An answer without text has its first token at its end.
     times_s = times_s or [end_s]
     ends_s = (first_s - start_s, times_s[0] - start_s, end_s - start_s)
-    counts, gaps_s = (usage.prompt_tokens, usage.completion_tokens), (b - a for a, b in pairwise(times_s))
-    return Generation("".join(texts), reason, *counts, *ends_s, tuple(gaps_s))
+    counts = (usage.prompt_tokens, usage.completion_tokens)
+    gaps_s = tuple(b - a for a, b in pairwise(times_s))
+    return Generation("".join(texts), reason, *counts, *ends_s, gaps_s)
 
 
 def _event(data: bytes) -> _Event:
@@ -260,7 +262,7 @@ class LoadRun:
     outcomes: tuple[QueryOutcome, ...]
     duration_s: float
     num_cut: int
-    # Answers given alone, by distinct prompt.
+    # Answers without other requests beside them, by distinct prompt.
     alone: tuple[Generation, ...] = ()
 
 
@@ -318,13 +320,14 @@ class _ModelCards(msgspec.Struct):
     data: list[_ModelCard]
 
 
-async def _served(client: Client, wanted: str | None) -> tuple[str, int | None]:
+async def _served(client: Client, model: str | None) -> tuple[str, int | None]:
+    """Name and length of the model, default: the first that the server lists."""
     with _named():
         async with client.session.get(f"{client.base}/v1/models") as response:
             status, body = response.status, await response.read()
     if status != 200:
-        if wanted is not None and status == 404:
-            return wanted, None
+        if model is not None and status == 404:
+            return model, None
         message = f"the server does not list its models: {_message(status, body)}"
         raise LoadError(f"http {status}", message)
     try:
@@ -332,7 +335,7 @@ async def _served(client: Client, wanted: str | None) -> tuple[str, int | None]:
     except msgspec.DecodeError:
         raise LoadError("protocol", "its list of models is not in OpenAI's form") from None
     lengths = {card.id: card.max_model_len for card in cards}
-    name = wanted if wanted is not None else next(iter(lengths), "")
+    name = model if model is not None else next(iter(lengths), "")
     if name not in lengths:
         names = ", ".join(lengths) or "none"
         raise LoadError("model", f"the server has no model '{name}'; it has: {names}", place="--model")
@@ -433,12 +436,12 @@ def figures(run: LoadRun) -> dict[str, Any]:
 
 
 def _not_reached(run: LoadRun) -> str | None:
-    asked_s, sent_s = max(x.query.at_s for x in run.outcomes), max(x.sent_s for x in run.outcomes)
-    if not asked_s or sent_s <= MAX_SLOWER * asked_s + SLACK_S:
+    due_s, sent_s = max(x.query.at_s for x in run.outcomes), max(x.sent_s for x in run.outcomes)
+    if not due_s or sent_s <= MAX_SLOWER * due_s + SLACK_S:
         return None
     num, most = len(run.outcomes), run.options.concurrency
-    asked = run.options.rate_per_s or num / asked_s
-    return f"{num / sent_s:.3g} requests/s were sent, {asked:.4g} asked for: {most} were in flight"
+    rate_per_s = run.options.rate_per_s or num / due_s
+    return f"{num / sent_s:.3g} requests/s were sent, {rate_per_s:.4g} asked for: {most} were in flight"
 
 
 def _latencies(answers: Sequence[Generation]) -> dict[str, float | None]:

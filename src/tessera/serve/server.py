@@ -273,11 +273,12 @@ def url_of(bound: socket.socket, scheme: str = "http") -> str:
     return f"{scheme}://{shown}:{port}"
 
 
-def allowed_connections(wanted: int) -> tuple[int, str]:
-    need, allowed = wanted + OWN_FILES, max(1, raise_file_limit() - OWN_FILES)
-    if allowed >= wanted:
-        return wanted, ""
-    remark = f"this shell allows {allowed:,} connections, not {wanted:,}: raise it with `ulimit -n {need}`"
+def allowed_connections(num: int) -> tuple[int, str]:
+    """At most `num`, with a remark where the limit of open files allows fewer."""
+    num_files, allowed = num + OWN_FILES, max(1, raise_file_limit() - OWN_FILES)
+    if allowed >= num:
+        return num, ""
+    remark = f"this shell allows {allowed:,} connections, not {num:,}: raise it with `ulimit -n {num_files}`"
     return allowed, remark
 
 

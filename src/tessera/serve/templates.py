@@ -74,20 +74,20 @@ class ChatTemplate:
         return answer
 
     def _start(self) -> tuple[subprocess.Popen[bytes], Connection]:
-        here, there = Pipe()
-        with there:
+        pipe, child_pipe = Pipe()
+        with child_pipe:
             child = subprocess.Popen(
-                [sys.executable, "-I", __file__, str(there.fileno())],
+                [sys.executable, "-I", __file__, str(child_pipe.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env={name: os.environ[name] for name in KEPT if name in os.environ},
-                pass_fds=(there.fileno(),),
+                pass_fds=(child_pipe.fileno(),),
                 start_new_session=True,  # Ctrl-C is for the server; this process ends with its pipe
             )
-        weakref.finalize(self, _end, child, here)
-        here.send_bytes(self._template.encode())
-        return child, here
+        weakref.finalize(self, _end, child, pipe)
+        pipe.send_bytes(self._template.encode())
+        return child, pipe
 
 
 def _end(child: subprocess.Popen[bytes], pipe: Connection) -> None:

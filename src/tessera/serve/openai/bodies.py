@@ -2,7 +2,7 @@
 
 Unknown fields of a body are refused, because ignoring one could change the answer; `IGNORED` names harmless
 ones. Fields in `REFUSED` are accepted only with the listed values, which have no effect. Unknown fields
-inside messages and tools are ignored, as clients send back what other servers gave them. null is the same as
+inside messages and tools are ignored, as clients send back answers of other servers. null is the same as
 a missing field.
 """
 
@@ -308,8 +308,8 @@ class ImageRequest(_Body, kw_only=True):
 
 
 Body = TypeVar("Body", bound=_Body)
-# Made here, before there are threads: msgspec inspects a type at its first use, and crashes the process if a
-# second thread uses the type meanwhile.
+# Made at import, before the first thread: msgspec inspects a type at its first use, and crashes the process
+# if a second thread uses the type meanwhile.
 DECODERS: dict[type[_Body], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind)
     for kind in (
@@ -346,12 +346,12 @@ def template_variables(request: ChatRequest | TokenizeRequest) -> dict[str, Any]
     return variables
 
 
-def _check_names(given: dict[str, Raw], known: tuple[str, ...]) -> None:
-    for name in given.keys() - set(known) - IGNORED:
+def _check_names(fields: dict[str, Raw], names: tuple[str, ...]) -> None:
+    for name in fields.keys() - set(names) - IGNORED:
         if name not in REFUSED:
             message = f"{name[:64]}: there is no such field; leave it out"
             raise ApiError(400, message, name[:64], "unknown_parameter")
-        if msgspec.json.decode(given[name]) not in REFUSED[name]:
+        if msgspec.json.decode(fields[name]) not in REFUSED[name]:
             raise unsupported(name)
 
 
@@ -384,14 +384,14 @@ def no_such_model(name: str, served: str) -> ApiError:
     return ApiError(404, message, "model", "model_not_found")
 
 
-def apart(given: Prompts, name: str) -> list[str] | list[list[int]]:
+def apart(prompts: Prompts, name: str) -> list[str] | list[list[int]]:
     """A list of numbers is one prompt, any other list several."""
-    if isinstance(given, str):
-        return [given]
-    kinds = set(map(type, given))
-    if len(kinds) != 1 or not all(given if kinds == {list} else [given]):
+    if isinstance(prompts, str):
+        return [prompts]
+    kinds = set(map(type, prompts))
+    if len(kinds) != 1 or not all(prompts if kinds == {list} else [prompts]):
         raise invalid(name, PROMPTS)
-    return [given] if kinds == {int} else given  # type: ignore[return-value]
+    return [prompts] if kinds == {int} else prompts  # type: ignore[return-value]
 
 
 def invalid(name: str, problem: str) -> ApiError:

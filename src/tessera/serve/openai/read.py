@@ -133,28 +133,28 @@ def read_chat(raw: bytes, card: ModelCard) -> Draft:
 
 def read_completion(raw: bytes, card: ModelCard) -> Draft:
     request = bodies.parse(bodies.CompletionRequest, raw, card.names)
-    n, given_prompts = request.n or 1, bodies.apart(request.prompt, "prompt")
-    if (num := len(given_prompts) * n) > MAX_ASKS:
+    n, inputs = request.n or 1, bodies.apart(request.prompt, "prompt")
+    if (num := len(inputs) * n) > MAX_ASKS:
         raise bodies.invalid("n", f"at most {MAX_ASKS} answers per request, got {num}")
     prompts, echoes = [], []
-    for given in given_prompts:
-        tokens = _tokens(given, card, "prompt")
+    for prompt in inputs:
+        tokens = _tokens(prompt, card, "prompt")
         prompts.append(tokens)
         if request.echo and len(tokens) <= card.capacity:
-            echoes += [given if isinstance(given, str) else card.text.decode(tokens)] * n
+            echoes += [prompt if isinstance(prompt, str) else card.text.decode(tokens)] * n
     sampling = _sampling(request, card, request.logprobs)
     return Draft(request, tuple(prompts), sampling, *_form(request, ()), tuple(echoes))
 
 
-def _tokens(given: str | list[int], card: ModelCard, field: str) -> tuple[int, ...]:
+def _tokens(prompt: str | list[int], card: ModelCard, field: str) -> tuple[int, ...]:
     """A prompt far too long is cut above the capacity."""
-    if isinstance(given, str):
-        found = tuple(card.text.encode(given, card.capacity))
-        if not found:
+    if isinstance(prompt, str):
+        tokens = tuple(card.text.encode(prompt, card.capacity))
+        if not tokens:
             raise bodies.invalid(field, "the prompt has no token")
-        return found
-    _check_ids(given, card, field)
-    return tuple(given[: card.capacity + 1])
+        return tokens
+    _check_ids(prompt, card, field)
+    return tuple(prompt[: card.capacity + 1])
 
 
 def _check_ids(tokens: Sequence[int], card: ModelCard, field: str) -> None:
@@ -164,22 +164,22 @@ def _check_ids(tokens: Sequence[int], card: ModelCard, field: str) -> None:
 
 def read_embedding(raw: bytes, card: ModelCard) -> EmbeddingDraft:
     request = bodies.parse(bodies.EmbeddingRequest, raw, card.names)
-    given, size = bodies.apart(request.input, "input"), request.dimensions
-    if len(given) > MAX_INPUTS:
-        raise bodies.invalid("input", f"at most {MAX_INPUTS} inputs per request, got {len(given)}")
+    inputs, size = bodies.apart(request.input, "input"), request.dimensions
+    if len(inputs) > MAX_INPUTS:
+        raise bodies.invalid("input", f"at most {MAX_INPUTS} inputs per request, got {len(inputs)}")
     if size is not None and size not in card.vector_sizes and 0 not in card.vector_sizes:
         remedy = f"use {', '.join(map(str, card.vector_sizes))}" if card.vector_sizes else "leave it out"
         raise bodies.invalid("dimensions", f"this model's vectors cannot be cut to {size}; {remedy}")
-    inputs = []
-    for one in given:
-        if one == "":
+    tokens = []
+    for prompt in inputs:
+        if prompt == "":
             raise bodies.invalid("input", "a text is empty")
-        inputs.append(_tokens(card.prefix + one if isinstance(one, str) else one, card, "input"))
-    longest = max(map(len, inputs))
+        tokens.append(_tokens(card.prefix + prompt if isinstance(prompt, str) else prompt, card, "input"))
+    longest = max(map(len, tokens))
     if longest > card.capacity:
         message = f"This model's maximum context length is {card.capacity} tokens. An input has more."
         raise ApiError(400, message, "input", "context_length_exceeded")
-    return EmbeddingDraft(tuple(inputs), request.encoding_format == "base64", size)
+    return EmbeddingDraft(tuple(tokens), request.encoding_format == "base64", size)
 
 
 def read_image(raw: bytes, card: ModelCard) -> ImageDraft:
@@ -275,12 +275,12 @@ def _call(call: bodies.ToolCall, number: int) -> dict[str, Any]:
         arguments = None
     if not isinstance(arguments, dict):
         raise _wrong(number, "the arguments of a call must be a JSON object", "invalid_value")
-    known = {} if call.id is None else {"id": call.id}
-    return {**known, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    identity = {} if call.id is None else {"id": call.id}
+    return {**identity, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
 def _part(part: bodies.MessagePart, mark: str, urls: list[str], number: int) -> str:
-    """Text without the client's own marks; or the mark of a picture, whose URL goes to `urls`."""
+    """Text without marks that the client wrote; or the mark of a picture, whose URL goes to `urls`."""
     if part.type == "text" and part.text is not None:
         return part.text.replace(MARK, UNKNOWN)
     if part.type != "image_url" or not mark:
@@ -300,11 +300,11 @@ def _sampling(
     request: bodies.ChatRequest | bodies.CompletionRequest, card: ModelCard, logprobs: int | None
 ) -> Sampling:
     named = ((name, getattr(body, name, None)) for body in (card.defaults, request) for name in SAMPLED)
-    given: dict[str, Any] = {name: value for name, value in named if value is not None}
+    options: dict[str, Any] = {name: value for name, value in named if value is not None}
     bias = {int(token): bias for token, bias in (request.logit_bias or {}).items()}
     bias |= {x: -math.inf for x in card.defaults.suppress_tokens or () if x < card.vocab_size}
-    top_k = max(0, int(given.pop("top_k", 0)))
-    return Sampling(top_k=top_k, logprobs=logprobs, logit_bias=tuple(bias.items()), **given)
+    top_k = max(0, int(options.pop("top_k", 0)))
+    return Sampling(top_k=top_k, logprobs=logprobs, logit_bias=tuple(bias.items()), **options)
 
 
 def folder_defaults(folder: str, are_read: bool = True) -> bodies.FolderFields:
@@ -329,10 +329,10 @@ async def make_asks(draft: Draft, endpoint: Endpoint, client: str) -> tuple[Ask,
         prompts = (prompt,)
     most = _max_tokens(draft, endpoint, prompts)
     grammar = await _grammar(draft, endpoint) if draft.grammar else None
-    # Every choice has its own reproducible seed.
+    # Choices differ, and each is reproducible.
     seed = draft.sampling.seed
     seeds = [None if seed is None else (seed + choice) & bodies.MAX_INT for choice in range(draft.n)]
-    samplings = [replace(draft.sampling, seed=own) for own in seeds]
+    samplings = [replace(draft.sampling, seed=number) for number in seeds]
     notes = _prompt_logprobs(draft, prompts)
     most = most if notes is None else max(1, most)
     request, stop = draft.request, draft.request.stop or ()
@@ -363,8 +363,8 @@ async def _grammar(draft: Draft, endpoint: Endpoint) -> Grammar:
 
 def _prompt_logprobs(draft: Draft, prompts: Sequence[Sequence[int]]) -> int | None:
     """For the first answer only."""
-    wanted = [draft.request.prompt_logprobs, draft.sampling.logprobs if draft.echoes_logprobs else None]
-    listed = [number for number in wanted if number is not None]
+    numbers = [draft.request.prompt_logprobs, draft.sampling.logprobs if draft.echoes_logprobs else None]
+    listed = [number for number in numbers if number is not None]
     if not listed:
         return None
     num = sum(map(len, prompts)) * (1 + max(listed))

@@ -1,8 +1,8 @@
 """Tool calls: their grammar, and the parser that finds them in a model's output.
 
 Forced calls are a list: [{"name": "f", "arguments": {...}}, ...]. A call stands between <tool_call> and
-</tool_call>, or the whole answer is a JSON object or list that names known tools ("parameters" may replace
-"arguments"). Anything else is text. Text that may become a call is held back.
+</tool_call>, or the whole answer is a JSON object or list that names tools of the request ("parameters" may
+replace "arguments"). Anything else is text. Text that may become a call is held back.
 
 Not handled: other formats, such as Python calls.
 """

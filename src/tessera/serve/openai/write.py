@@ -53,8 +53,8 @@ class Writer:
         self.draft, self.asks = draft, asks
         self._text, self._prompts = card.text, [ask.prompt for ask in asks[:: draft.n]]
         self._num_top = asks[0].sampling.logprobs
-        asked = (self._num_top, asks[0].prompt_logprobs)
-        self._num_listed = max(0 if number is None else 1 + number for number in asked)
+        numbers = (self._num_top, asks[0].prompt_logprobs)
+        self._num_listed = max(0 if number is None else 1 + number for number in numbers)
         is_chat = self.draft.is_chat
         prefix, kind = ("chatcmpl", "chat.completion") if is_chat else ("cmpl", "text_completion")
         self._head: Document = {
@@ -70,10 +70,10 @@ class Writer:
         self._offsets: Counter[int] = Counter()
         self._readers = [FoundCalls(self.draft.tools) for _ in asks] if self.draft.tools else []
 
-    async def encoded(self, num_tokens: int, make: Callable[..., bytes], *given: Any) -> bytes:
-        """In a thread where there are many logprobs."""
+    async def encoded(self, num_tokens: int, make: Callable[..., bytes], *arguments: Any) -> bytes:
+        """Encodes in a thread where there are many logprobs."""
         is_few = num_tokens * self._num_listed < FEW_LOGPROBS
-        return make(*given) if is_few else await asyncio.to_thread(make, *given)
+        return make(*arguments) if is_few else await asyncio.to_thread(make, *arguments)
 
     def whole(self, answers: Sequence[Sequence[Event]]) -> bytes:
         finishes = [event for events in answers for event in events if isinstance(event, Finish)]
@@ -97,13 +97,13 @@ class Writer:
             shown = {"message": self._message(index, text)}
             return self._choice(index, shown, tokens, self._reason(index, finish.reason))
         echo = self.draft.echoes[index] if self.draft.echoes else ""
-        given = [*prompt, *tokens] if self.draft.echoes_logprobs else tokens
+        listed = [*prompt, *tokens] if self.draft.echoes_logprobs else tokens
         reason = "length" if self._says_nothing else finish.reason
-        return self._choice(index, {"text": echo + text}, given, reason) | self._prompt_notes(prompt)
+        return self._choice(index, {"text": echo + text}, listed, reason) | self._prompt_notes(prompt)
 
     @property
     def _says_nothing(self) -> bool:
-        """True if only the prompt is wanted; the engine still generates one token."""
+        """True if the answer is the prompt alone; the engine still generates one token."""
         return self.draft.request.max_tokens == 0
 
     def _prompt_notes(self, prompt: Sequence[Token]) -> Document:
@@ -215,8 +215,8 @@ class Writer:
             tops.append(None if token.logprob is None else _encoded(shown))
             offsets.append(self._offsets[index])
             self._offsets[index] += len(texts[-1])
-        own = [_finite(token.logprob) for token in tokens]
-        return {"tokens": texts, "token_logprobs": own, "top_logprobs": tops, "text_offset": offsets}
+        logprobs = [_finite(token.logprob) for token in tokens]
+        return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
     def _shown(self, number: int, logprob: float | None) -> Document:
         raw = self._text.token_bytes(number)
@@ -313,7 +313,7 @@ async def stream(service: AnswerService, writer: Writer, send: Any) -> None:
 
 
 async def _events(service: AnswerService, asks: Sequence[Ask]) -> AsyncGenerator[tuple[int, Event], None]:
-    if not asks[0].max_tokens:  # only the prompt is wanted back
+    if not asks[0].max_tokens:  # the answer is the prompt alone
         for index, ask in enumerate(asks):
             yield index, Finish("length", len(ask.prompt), 0)
         return
