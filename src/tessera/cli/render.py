@@ -17,6 +17,7 @@ others as fit; else long words are broken; else each record is a section. No tex
 
 import dataclasses
 import math
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
@@ -101,10 +102,7 @@ def label(name: str) -> str:
     words = name.removeprefix("num_").removeprefix("is_").replace("_per_", "/").split("_")
     if len(words) > 1 and words[-1] in LABELLESS:
         words.pop()
-    text = " ".join(words)
-    for word, written in WORDS.items():
-        text = " ".join("/".join(written if x == word else x for x in y.split("/")) for y in text.split(" "))
-    return text
+    return re.sub(r"[^ /]+", lambda word: WORDS.get(word[0], word[0]), " ".join(words))
 
 
 def is_record(value: object) -> bool:

@@ -130,9 +130,10 @@ def listening(model: str, config: ServeConfig, meeting: Meeting | None = None) -
         async def stop() -> None:
             await asyncio.to_thread(service.service.stop, 0.0)
 
-        limits, tell = replace(config.limits, connections=allowed), log_line if config.log_json else say
+        limits = replace(config.limits, connections=allowed)
+        log = log_line if config.log_json else say
         proxies, tls = config.forwarded_allow_ips, config.tls
-        yield Listening(service, HttpServer(service.app, limits, stop, tell, proxies, tls), bound)
+        yield Listening(service, HttpServer(service.app, limits, stop, log, proxies, tls), bound)
 
 
 @contextmanager

@@ -154,10 +154,10 @@ def simulate(
             figures = simulate_service(plans, arrived, options.seed, options.faults(), options.noise)
         if arrived is not None:
             outputs = arrived.outputs or (plans[0].load.output_tokens,)
-            asked_per_s = arrived.rate_per_s * sum(outputs) / len(outputs)
+            load_per_s = arrived.rate_per_s * sum(outputs) / len(outputs)
             most = max((plan.expected.tokens_per_s for plan in plans if plan.expected), default=math.inf)
-            if most < asked_per_s < math.inf and figures.tokens_per_s < asked_per_s:
-                say(f"warning: {asked_per_s:,.0f} tokens/s are asked for and the plan gives {most:,.0f}")
+            if most < load_per_s < math.inf and figures.tokens_per_s < load_per_s:
+                say(f"warning: {load_per_s:,.0f} tokens/s are asked for and the plan gives {most:,.0f}")
         return figures
     with progress(f"reading {plan.name}") as advance:
         loaded, num = load(Plan, plan), options.requests or NUM_REQUESTS
