@@ -25,7 +25,7 @@ from tessera.capture import blocks, rng
 from tessera.capture.blocks import BlockPart
 from tessera.capture.fxgraph import GraphStep
 from tessera.capture.holders import Before, Held, PyValue, find, line_that_changes, python_state, root
-from tessera.capture.operators import check_tensor
+from tessera.capture.operators import check_resolved, check_tensor, is_lazy
 from tessera.capture.own import own_launches, standing_for
 from tessera.capture.reads import traced
 from tessera.capture.recorder import Watch
@@ -86,6 +86,7 @@ class FunctionCall:
         names = blocks.unique([*(named[i][0] for i in self._places), *(h.name for h in self._held)])
         for name, tensor in zip(names, tensors, strict=True):
             check_tensor(tensor, f"'{name}'")
+            check_resolved(tensor, f"'{name}'")
         self.blocks = blocks.blocks_of(tensors)
         self._block_of = {number: i for i, block in enumerate(self.blocks) for number, _ in block.parts}
         self._names = [names[block.parts[0][0]] for block in self.blocks]
@@ -210,7 +211,9 @@ class FunctionCall:
         for name, (_, leaf) in zip(names, leaves, strict=True):
             if not isinstance(leaf, torch.Tensor):
                 self._results.append(Fixed(leaf))
-            elif blocks.storage_key(leaf) in numbers:
+                continue
+            check_resolved(leaf, f"the result '{name}'")
+            if blocks.storage_key(leaf) in numbers:
                 self._results.append(Alias(numbers[blocks.storage_key(leaf)], blocks.part_of(leaf)))
             else:
                 storage = storages.setdefault(blocks.storage_key(leaf), len(storages))
@@ -248,7 +251,7 @@ class FunctionCall:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         same = spec == self._spec and all(map(_alike, leaves, self._fixed))
         tensors = self._tensors(leaves) if same else []
-        if not same or blocks.blocks_of(tensors) != self.blocks:
+        if not same or any(map(is_lazy, tensors)) or blocks.blocks_of(tensors) != self.blocks:
             raise MismatchError(
                 "these arguments are laid out differently from those of the capture", "Capture again."
             )

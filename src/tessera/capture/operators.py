@@ -282,6 +282,24 @@ def check_tensor(tensor: torch.Tensor, name: str = "a value") -> None:
         fail(f"{name} is a {what} tensor", "Use dense, unquantized tensors: .to_dense(), .dequantize().")
 
 
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Conjugated or negated by a flag: its bytes are other values."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def check_resolved(tensor: torch.Tensor, name: str) -> None:
+    if is_lazy(tensor):
+        what, method = ("conjugated", "resolve_conj") if tensor.is_conj() else ("negated", "resolve_neg")
+        fail(f"{name} is {what} by a flag and not in memory", f"Call .{method}() on it.")
+
+
+def check_written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    for argument, value, is_write in arguments(func._schema, args, kwargs):
+        for leaf in tree_leaves(value) if is_write else ():
+            if isinstance(leaf, torch.Tensor):
+                check_resolved(leaf, f"'{argument.name}', which {func} writes,")
+
+
 def explain(func: Any, error: Exception) -> NoReturn:
     kind = type(error).__name__
     if kind in ("DynamicOutputShapeException", "DataDependentOutputException"):

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tessera.capture import operators
 from tessera.capture.blocks import raw
@@ -185,6 +185,7 @@ class Ledger:
         for name, tensor in outputs.items():
             if self.find(tensor) is None:
                 fail(f"the step returns '{name}', which no launch made", "Return a result of the step.")
+            operators.check_resolved(tensor, f"the result '{name}'")
         views = tuple((name, self.view(tensor)) for name, tensor in outputs.items())
         returned = {view.buffer for _, view in views}
         buffers = tuple(
@@ -287,6 +288,7 @@ class Recorder(TorchDispatchMode):
 
     def name_buffers(self, kind: BufferKind, tensors: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
+            operators.check_resolved(tensor, f"{kind} '{name}'")
             size = tensor.untyped_storage().nbytes()
             is_whole = tensor.is_contiguous() and size == tensor.numel() * tensor.itemsize
             if kind is not BufferKind.WEIGHT and not is_whole:
@@ -322,6 +324,10 @@ class Recorder(TorchDispatchMode):
         if operators.has_wrappers(types):  # recorded from the inside
             return NotImplemented
         inputs = _tensors((args, kwargs))
+        if not func.is_view and any(map(operators.is_lazy, inputs)):
+            operators.check_written(func, args, kwargs)
+            args, kwargs = tree_map_only(torch.Tensor, self._resolved, (args, kwargs))
+            inputs = _tensors((args, kwargs))
         operators.check_operator(func, args, kwargs, self.varies)
         generator = generator_of(func, args, kwargs)
         named = tuple((k, self._ledger.arg(v, self._argument)) for k, v in kwargs.items())
@@ -342,6 +348,14 @@ class Recorder(TorchDispatchMode):
             self._num_views += 1
             self._note_alias(func, results)
         return result
+
+    def _resolved(self, tensor: torch.Tensor) -> Any:
+        """A launch on bytes that makes the values which a flag stands for."""
+        if tensor.is_neg():
+            return self.__torch_dispatch__(torch.ops.aten.neg.default, (), (torch._neg_view(tensor),))
+        if tensor.is_conj():
+            return self.__torch_dispatch__(torch.ops.aten._conj_physical.default, (), (torch._conj(tensor),))
+        return tensor
 
     def _execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorded: Recorded) -> Any:
         return run_operator(self._run, func, args, kwargs)

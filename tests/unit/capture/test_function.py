@@ -226,6 +226,40 @@ def test_changing_what_only_a_closure_holds_is_refused() -> None:
     assert 0.0 == float(total.sum())
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x.conj() * x,
+        lambda x: x.mH @ x,
+        lambda x: x.conj().imag + 0,
+        lambda x: torch.stack([x.conj(), x]),
+        lambda x: torch.zeros_like(x).copy_(x.conj()),
+    ],
+)
+def test_values_behind_a_flag_of_conjugation_are_computed(fn: Any) -> None:
+    """Torch conjugates and negates by a flag of the view, which no bytes hold."""
+    step = workload(fn, torch.randn(3, 3, dtype=torch.complex64))
+    x = torch.randn(3, 3, dtype=torch.complex64)
+
+    torch.testing.assert_close(rerun(step, x), fn(x))
+
+
+@pytest.mark.parametrize(
+    "fn", [lambda x: (x * 2).conj(), lambda x: x.conj(), lambda x: x.clone().conj().mul_(2) + 0]
+)
+def test_a_flag_of_conjugation_that_would_be_lost_is_refused(fn: Any) -> None:
+    """In a result or a write; the remedy resolves it."""
+    with pytest.raises(CaptureError, match=r"conjugated by a flag.*resolve_conj\(\)"):
+        tessera.capture(fn, torch.randn(3, dtype=torch.complex64))
+
+
+def test_a_conjugated_argument_is_another_step() -> None:
+    """Its bytes are not its values."""
+    x = torch.randn(3, dtype=torch.complex64)
+    with pytest.raises(MismatchError, match="laid out differently"):
+        rerun(workload(lambda x: x * 2, x), x.conj())
+
+
 def test_undeclared_writes_of_batch_norm_are_refused_before_they_happen() -> None:
     """Torch's schema of training batch norm hides that it writes; the line is named, nothing is changed."""
     norm = torch.nn.BatchNorm1d(4)
