@@ -76,7 +76,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         405: "The path takes another method.",
         408: "The body did not arrive in time.",
         413: "The body is too large.",
-        415: "The body is not application/json.",
+        415: "The body is not application/json, or is compressed.",
         429: "Too many requests wait.",
         500: "A device was lost twice, or the server has a bug.",
         503: "The server is shutting down.",

@@ -120,6 +120,10 @@ class HeldBody:
         if headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
             message = "the body must be application/json: send the header 'Content-Type: application/json'"
             raise ApiError(415, message, code="unsupported_media_type")
+        coding = headers.get("content-encoding", "identity").strip().lower()
+        if coding not in ("", "identity"):
+            message = f"the body must not be compressed ({coding[:64]}): send it without 'Content-Encoding'"
+            raise ApiError(415, message, code="unsupported_media_type")
         too_large = ApiError(413, f"a body of more than {most:,} bytes", code="request_too_large")
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > most:

@@ -312,6 +312,16 @@ def test_only_json_is_read(client: Any) -> None:
     error_of(answer)
 
 
+@pytest.mark.parametrize(("coding", "status"), [("gzip", 415), ("br", 415), ("identity", 200)])
+def test_a_compressed_body_is_refused_by_its_header(client: Any, coding: str, status: int) -> None:
+    """The header may also lie: a plain body under it is not what the client says."""
+    headers = {"content-type": "application/json", "content-encoding": coding}
+    answer = client.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
+
+    assert answer.status_code == status
+    assert status == 200 or "without 'Content-Encoding'" in error_of(answer)["message"]
+
+
 def test_refusals_of_the_engine_keep_their_status(client: Any, service: Scripted) -> None:
     """A full queue is 429 and a closing service 503, also for a stream."""
     for refusal, status in ((ServiceBusy("8 requests wait"), 429), (ServiceClosing("closing"), 503)):
