@@ -178,10 +178,10 @@ class ServedSteps:
                 rows = np.array([[cost.us for cost in row] for row in costs.costs]) * counts[:, None]
                 times.update(zip(missing, rows.T, strict=True))
             us = np.stack([times[kind] for kind in kinds], axis=1)
+            first, *others = self.anchors
             parts = [
                 (getattr(step, name) - getattr(first, name)) / (getattr(other, name) - getattr(first, name))
-                for name, other in zip(self.family.fields, self.anchors[1:], strict=True)
-                for first in self.anchors[:1]
+                for name, other in zip(self.family.fields, others, strict=True)
             ]
             live = self._live[0] + np.array(parts) @ (self._live[1:] - self._live[0])
             by_row = sequences * self._state_per(2)

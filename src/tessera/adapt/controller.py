@@ -82,7 +82,7 @@ class Controller(Generic[P]):
         self._capabilities = () if monitor is None else monitor.capabilities
         self.decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
         self.counts: Counter[DecisionKind] = Counter()
-        # Planned around, by current plans or a running job.
+        # Lost devices that the current plans, or those of a running job, avoid.
         self._without: frozenset[str] = frozenset()
         self._planned: Load | None = None
         self._job: Future[Replanned[P]] | None = None

@@ -129,7 +129,7 @@ class Monitor:
         self.crossing_per_s = crossing_per_s(self.capabilities)
         reference = self.crossing_per_s or max(p.capacity_per_s for p in self.capabilities)
         self.window_s = self._config.window_s or self._config.window_requests / reference
-        # Before watching began, assume the load that favours neither policy.
+        # Load assumed before the start: the one that favours neither policy.
         self._meter.set(self.window_s, self.crossing_per_s or 0.0)
 
     def begin(self, now_s: float) -> None:
@@ -150,7 +150,7 @@ class Monitor:
         return num_came / windows / self.window_s, error / windows / self.window_s
 
     def switch(self, now_s: float, num_requests: int, switch_s: float | None = None) -> str | None:
-        """Changes `current` if that pays, and gives the reason.
+        """Changes `current` if that pays, and returns the reason.
 
         `switch_s`: seconds that requests wait for a switch; None: they are read again.
         """
@@ -212,7 +212,7 @@ class Monitor:
         return tuple(self._policies.values())
 
     def adopt(self, now_s: float, capabilities: Sequence[Capability]) -> None:
-        """None given: the same policies."""
+        """No capabilities: the policies stay."""
         if capabilities:
             self._policies = {policy.name: policy for policy in capabilities}
             if self.current not in self._policies:
@@ -232,7 +232,7 @@ class Meter:
 
     def __init__(self) -> None:
         self.window_s = math.inf
-        # Before watching began.
+        # Load assumed before the start.
         self.before_per_s = 0.0
         self._times: deque[float] = deque()
         # Sum over the times between them.
@@ -308,7 +308,7 @@ class Meter:
         num = len(self._times) - 1
         if num < MIN_ARRIVALS:
             return self._dispersion
-        # Independent times between arrivals tell it before the second window.
+        # Times between arrivals show it before the second window ends.
         mean_s = max((self._times[-1] - self._times[0]) / num, 1e-9)
         return max(self._dispersion, self._squares / num / mean_s**2 - 1.0)
 

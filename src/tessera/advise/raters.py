@@ -1,6 +1,7 @@
 """Raters: what a set of cards gives for a load, drafted in milliseconds or planned in seconds.
 
-`StepRater` plans what no service runs in token steps, at the best batch; it drafts copies of the model alone.
+`StepRater` plans models that no service runs in steps of tokens, at the best batch; its drafts are copies of
+the whole model.
 """
 
 from collections.abc import Callable, Sequence

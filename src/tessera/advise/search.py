@@ -146,7 +146,8 @@ def _error(plan: ServicePlan | Plan) -> float:
 def _use(cards: RatedCards) -> tuple[Advice, tuple[Planned, ...]]:
     market, load = cards.market, cards.load
     prices = [dict(market.prices_of(gpu(name))) for name in cards.have]
-    rents = [p.get(market.provider) if market.provider else min(p.values(), default=None) for p in prices]
+    cheapest = [min(p.values(), default=None) for p in prices]
+    rents = [p.get(market.provider) for p in prices] if market.provider else cheapest
     usd = 0.0 if None in rents else sum(rent or 0.0 for rent in rents)
     basket = Basket(cards.have, market.provider, usd)
     cluster = market.cluster(basket)
@@ -246,7 +247,8 @@ class _Rent:
 
     def _search(self) -> None:
         """Plan sets from the cheapest on, until two carry the load."""
-        began, last_s, cards, load = time.perf_counter(), 0.0, self.cards, self.cards.load
+        cards, load = self.cards, self.cards.load
+        began, last_s = time.perf_counter(), 0.0
         for basket in self.listed:
             if len(self.choices) == NUM_ADVISED:
                 break

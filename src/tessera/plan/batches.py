@@ -90,7 +90,7 @@ class BatchSearch:
     def best(
         self, batches: Sequence[int] = BATCHES, depths: Sequence[int] = ()
     ) -> tuple[ir.Plan, Comparison]:
-        """A single batch is taken as given."""
+        """A single batch is not varied."""
         if copied := self._by_cells(batches, depths):
             return copied
         is_free = len(batches) > 1
@@ -103,7 +103,7 @@ class BatchSearch:
             raise next(error for error in self._plans.values() if isinstance(error, PlanInfeasible))
         coarse = self._coarse_options(NEAR if is_free else ())
         top = max(self._merit(self.option(plan)) for plan in self._feasible)
-        for option in coarse:  # which may have climbed further
+        for option in coarse:  # at other batches, maybe better ones
             if self._merit(option) > top:
                 self._plan_merit(option.microbatches, 0, max(option.batch.values()))
         plans = self._feasible

@@ -9,6 +9,7 @@ device at the same shares, and is exact for that move alone.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import permutations
 
 import numpy as np
 
@@ -152,14 +153,9 @@ def _usages(problem: Problem, mix: Mix, plan: ir.Plan) -> tuple[tuple[Usage, ...
     per_us = plan.throughput_per_s / 1e6
     busy = mix.busy_us.tolist()
     devices = tuple(Usage(names[d], False, busy[d], busy[d] * per_us) for d in range(num))
-    links = tuple(
-        Usage(f"{names[a]} -> {names[b]}", True, us, us * per_us)
-        for a in range(num)
-        for b in range(num)
-        if a != b
-        for us in (busy[num + a * num + b],)
-    )
-    return devices, links
+    pairs = permutations(range(num), 2)
+    wires = [(f"{names[a]} -> {names[b]}", busy[num + a * num + b]) for a, b in pairs]
+    return devices, tuple(Usage(name, True, us, us * per_us) for name, us in wires)
 
 
 def _memory(problem: Problem, mix: Mix) -> tuple[DeviceMemory, ...]:

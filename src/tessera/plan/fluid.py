@@ -47,7 +47,7 @@ class FluidConfig:
     chunks: tuple[int, ...] = (16, 80, 144, 272, 528)
     # Prompts held by a prompts group per prompt of a step.
     backlog: float = 2.0
-    # One mixed step in so many has prompt tokens.
+    # Steps of a mixed group per step with prompt tokens.
     every: tuple[int, ...] = (1, 2, 4)
     # Sequences beyond those that answer, to fill mixed steps.
     waiting_share: float = 0.12
@@ -55,10 +55,10 @@ class FluidConfig:
     memory_share: float = MEMORY_SHARE
     # Twice the relative standard deviation of a sequence's tokens.
     spread: float = 0.7
-    # Share of time that devices of a lane wait; that they compute beside a host.
+    # Share of time that devices of a lane wait; share that devices beside a host compute.
     waits: float = 0.1
     efficiency: float = 0.8
-    # Captured steps: of a prompts group (one reads while the other settles), of a lane over several devices.
+    # With captured steps: microbatches of a prompts group (one reads, one settles); least of a lane.
     prompt_microbatches: int = 2
     least_microbatches: int = 2
     num_rehearsed: int = 4
@@ -134,7 +134,7 @@ class ServiceDraft:
 
 @dataclass(frozen=True, slots=True)
 class _Seat:
-    """Step times without and with prompt tokens of a device at one size."""
+    """Step times of a device at one size, without and with prompt tokens."""
 
     group: GroupDraft
     plain_us: float
@@ -175,7 +175,7 @@ class FluidModel:
         return int(room / self.model.token) if self.model.token else 1 << 24
 
     def pool_tokens(self, sequences: int, length: int) -> int:
-        """With variance, growth by a page, and page 0."""
+        """Pages for sequences of varying length, growth by a page, and page 0; in tokens."""
         margin = 1.0 + self.config.spread / math.sqrt(sequences)
         longest = 2 * (self.load.prompt_tokens + self.load.output_tokens) * len(self.model.windows)
         reading = self.load.prompt_tokens * sum(window > 0 for window in self.model.windows)
@@ -227,7 +227,7 @@ class FluidModel:
         pool_tokens: float = math.inf,
         depth: tuple[int, int] | None = None,
     ) -> list[ServiceDraft]:
-        """Within the limits times `slack` and with smaller pools, best first."""
+        """Drafts within the limits times `slack` and with smaller pools, best first."""
         kept = [d for d in self._drafts(policy) if depth in (None, d.depth)]
         if self.is_strict:
             tpot, ttft = self.load.tpot_ms or math.inf, self.load.ttft_ms or math.inf
@@ -256,7 +256,7 @@ class FluidModel:
     def _mixed(
         self, devices: tuple[int, ...], tokens: int, microbatches: int = 1, every: int = 1
     ) -> GroupDraft:
-        """`tokens` on average, prompt tokens in one of `every` steps."""
+        """Steps have `tokens` on average, and prompt tokens in one of `every`."""
         answering = self._answering(tokens)
         waiting = self.config.waiting + self.config.waiting_share * answering
         sequences = max(2, min(tokens, _even(answering + waiting)))
@@ -296,7 +296,7 @@ class FluidModel:
             yield group, *self._times(group, tokens, step_us, every)
 
     def _replicas(self, policy: str) -> Iterator[ServiceDraft]:
-        """Each device at its best within every time per token that some device reaches."""
+        """A group per device; for each time per token of some device, the best groups within it."""
         each = {kind: list(self._alone(kind[0], policy)) for kind in self.kinds}
         if policy == SINGLE:
             for listed in each.values():
@@ -340,7 +340,7 @@ class FluidModel:
             prompts = [group for group in groups if group is not None]
             if len(prompts) < len(readers):
                 continue
-            for chosen in _alike([seats[kind] for kind in rest]):
+            for chosen in _combinations([seats[kind] for kind in rest]):
                 yield self._balanced(policy, prompts, list(zip(chosen, rest.values(), strict=True)))
 
     def _seats(self, device: int, policy: str) -> Iterator[_Seat]:
@@ -405,7 +405,8 @@ class FluidModel:
                 answered += filled * seat.group.sequences * steps_per_s
             return read / self.load.prompt_tokens, answered / self.answers
 
-        low, high = 0.0, 1.0 if any(seat.chunk for seat, _ in chosen) else 0.0
+        low = 0.0
+        high = 1.0 if any(seat.chunk for seat, _ in chosen) else 0.0
         for _ in range(20 if high else 0):
             middle = (low + high) / 2
             read, answered = rates(middle)
@@ -418,11 +419,11 @@ class FluidModel:
         return self._draft(policy, groups, per_s, tpot_ms, ttft_ms)
 
     def _read(self, chunk: int) -> float:
-        """The last chunk of a prompt is not full."""
+        """Mean prompt tokens of a chunk: the last one of a prompt is not full."""
         return chunk * self.load.prompt_tokens / (self.load.prompt_tokens + chunk / 2)
 
     def _divided(self, policy: str) -> Iterator[ServiceDraft]:
-        """Over all devices, and over equal cells of them."""
+        """Lanes over all devices, and over equal cells of them."""
         most = 1 if self.has_host else math.gcd(*map(len, self.alike))
         for copies in sorted({1, most}):
             kinds = [[kind[i::copies] for i in range(copies)] for kind in self.alike]
@@ -450,7 +451,8 @@ class FluidModel:
         model, num = self.model, len(self.used)
         memory = np.array([self.cluster.devices[d].memory_bytes for d in self.used])
         rooms = self.config.memory_share * memory - group.microbatches * price.temporary_bytes
-        pages, us = group.pool_tokens * model.token, price.us[:, list(self.used)]
+        pages = group.pool_tokens * model.token
+        us = price.us[:, list(self.used)]
         busy = 1.0 - self.config.waits * num / group.microbatches
         if policy != ATTENTION_FFN:
             yield from _filled_us(np.zeros(num), us.sum(axis=0), rooms / (model.weights + pages), busy)
@@ -602,8 +604,8 @@ def _filled_us(fixed: Floats, us: Floats, caps: Floats, busy: float) -> Iterator
     yield high / busy
 
 
-def _alike(seats: Sequence[Sequence[_Seat]]) -> Iterator[tuple[_Seat, ...]]:
-    """The most sequences per kind whose plain steps take no longer than the others'."""
+def _combinations(seats: Sequence[Sequence[_Seat]]) -> Iterator[tuple[_Seat, ...]]:
+    """A seat per kind: for each limit of plain step time, those with the most sequences within it."""
     limits = sorted({seat.plain_us for listed in seats for seat in listed})
     seen = set()
     for limit in limits:
@@ -629,6 +631,6 @@ def _even(number: float) -> int:
 
 
 def _rounded(tokens: float, how: Callable[[float], int] = round) -> int:
-    """Products are computed in tiles."""
+    """A multiple of the tiles in which products are computed."""
     step = 64 if tokens >= 128 else 16 if tokens >= 32 else 8
     return step * how(tokens / step)

@@ -24,7 +24,7 @@ from tessera.plan.spread import even_order
 
 FETCH = "fetch all that does not fit"
 FILL = 0.94
-# Scores this near are equal.
+# Scores within this ratio are equal.
 EQUAL = 1.05
 NAMED = 4
 # The smallest weights are fetched, from so many times the bytes needed; much smaller ones stay.
@@ -60,12 +60,13 @@ class _Moves:
         self._host = hosts[0]
         groups = _order(problem, self._card, hosts)
         self._order, self._group_of, self._host_of, self._size, self._score = groups
-        self.missing = 0.0  # the next line fetches nothing
+        self.missing = 0.0  # no bytes are fetched while the excess is counted
         self.missing = max(0.0, float(self.excess(0, 0.0)[self._card]))
 
     def placement(self, num: int, share: float) -> ir.Placement:
         """The first `num` groups on the host, and a share of the missing bytes fetched."""
-        excess, (labels, fetched) = self.excess(num, share), self._labels(num, share)
+        excess = self.excess(num, share)
+        labels, fetched = self._labels(num, share)
         if excess.max() > 0:
             raise _too_large(self._problem, labels, excess)
         weights = self._problem.weights
@@ -83,7 +84,7 @@ class _Moves:
 
     @property
     def balanced(self) -> float:
-        """Link and devices are equally busy."""
+        """Share of fetched weights at which link and devices are equally busy."""
         (host_us, _), (card_us, link_us) = (self._busy_us(share) for share in (0.0, 1.0))
         return min(1.0, host_us / max(1e-9, host_us - card_us + link_us))
 
@@ -129,24 +130,21 @@ class _Moves:
 
 
 def _too_large(problem: Problem, labels: Labels, excess: Floats) -> PlanInfeasible:
-    device, weights = int(excess.argmax()), problem.weights
+    device = int(excess.argmax())
+    weights, trace = problem.weights, problem.unit.graphs[-1].trace
     first = {node: launch for launch, node in reversed([*enumerate(problem.node_of[-1].tolist())])}
-    launch_of = {
-        int(item): first.get(node)
-        for item, node in zip(weights.pin_item, weights.pin_node.tolist(), strict=True)
-        if labels[node] == device
-    }
-    trace = problem.unit.graphs[-1].trace
-    held = sorted(launch_of, key=lambda item: -weights.num_bytes[item])
-    named = [
-        f"{'' if (launch := launch_of[item]) is None else trace.kernel_of(launch).name + ' of '}"
-        f"{weights.names[item]} {units.size(weights.num_bytes[item])}"
-        for item in held[:NAMED]
-    ]
-    size, why = problem.memory_bytes[device], ", ".join(named) or "none, only state and temporaries"
+    pins = zip(weights.pin_item.tolist(), weights.pin_node.tolist(), strict=True)
+    launch_of = {item: first.get(node) for item, node in pins if labels[node] == device}
+    largest = []
+    for item in sorted(launch_of, key=lambda item: -weights.num_bytes[item])[:NAMED]:
+        launch = launch_of[item]
+        reader = "" if launch is None else f"{trace.kernel_of(launch).name} of "
+        largest.append(f"{reader}{weights.names[item]} {units.size(weights.num_bytes[item])}")
+    size = problem.memory_bytes[device]
+    listed = ", ".join(largest) or "none, only state and temporaries"
     return PlanInfeasible(
         f"{problem.cluster.devices[device].name} would hold {units.size(size + excess[device])} and has "
-        f"{units.size(size)}; its largest weights: {why}"
+        f"{units.size(size)}; its largest weights: {listed}"
     )
 
 

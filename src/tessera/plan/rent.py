@@ -39,14 +39,14 @@ def baskets(offers: Sequence[Offer], max_devices: int, provider: str = "") -> li
     best: dict[tuple[str, ...], Basket] = {}
     names = dict.fromkeys(p for offer in offers for p, _ in offer.prices if provider in ("", p))
     for name in names:
-        for basket in _of(offers, max_devices, name):
+        for basket in _of_provider(offers, max_devices, name):
             cheapest = best.get(basket.gpus)
             if cheapest is None or basket.usd_per_hour < cheapest.usd_per_hour:
                 best[basket.gpus] = basket
     return sorted(best.values(), key=lambda b: (round(b.usd_per_hour, 6), len(b.gpus), b.gpus))
 
 
-def _of(offers: Sequence[Offer], max_devices: int, provider: str) -> Iterator[Basket]:
+def _of_provider(offers: Sequence[Offer], max_devices: int, provider: str) -> Iterator[Basket]:
     for maker in dict.fromkeys(offer.maker for offer in offers):
         priced = [
             (offer.gpu, usd)

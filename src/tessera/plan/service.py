@@ -101,7 +101,7 @@ def plan_service(
 
 
 def _quicker(chosen: Rehearsed, near: Sequence[Rehearsed]) -> Rehearsed:
-    """Much less time per token among equal rates, with no later first token."""
+    """`chosen`, or a plan of equal rate with much less time per token and no later first token."""
     expected = chosen.expected
     soon = [r for r in near if r.expected.ttft_ms <= expected.ttft_ms]
     quickest = min(soon, key=lambda r: r.expected.tpot_ms, default=chosen)
@@ -124,7 +124,7 @@ def drafted(fluid: FluidModel, policy: str, objective: Objective) -> float:
 
 
 def draft_option(draft: ServiceDraft, cluster: Cluster) -> Option:
-    """Devices are always busy."""
+    """Figures of a draft, all of its devices busy all the time."""
     names = cluster.names
     sizes = tuple(
         GroupSize(g.role, tuple(names[d] for d in g.devices), g.sequences, g.sizes[-1], g.microbatches)
@@ -198,14 +198,16 @@ class DraftedPlans:
         first.
         """
         candidates: list[tuple[bool, float, ServiceDraft, ServicePlan]] = []
-        limit_ms, waits = slack * (self.fluid.load.tpot_ms or math.inf), self.fluid.config.waits
+        limit_ms = slack * (self.fluid.load.tpot_ms or math.inf)
         for depth in self.fluid.depths(self.policy):
             best_rate = max((rate for is_within, rate, *_ in candidates if is_within), default=least)
-            fitting = self._fitting(slack, depth, max(least, (1.0 - waits) * best_rate))
+            fitting = self._fitting(slack, depth, max(least, (1.0 - self.fluid.config.waits) * best_rate))
             if fitting is not None:
-                ratio = _simulated(*fitting)
-                rate, is_within = fitting[0].tokens_per_s / ratio, ratio * fitting[0].tpot_ms <= limit_ms
-                candidates += [(is_within, rate, *fitting)] if rate >= least else []
+                draft, plan = fitting
+                ratio = _simulated(draft, plan)
+                rate = draft.tokens_per_s / ratio
+                if rate >= least:
+                    candidates.append((ratio * draft.tpot_ms <= limit_ms, rate, draft, plan))
         if not candidates:
             return None
         *_, draft, plan = max(candidates, key=lambda row: row[:2])
@@ -215,8 +217,9 @@ class DraftedPlans:
     def _fitting(
         self, slack: float, depth: tuple[int, int], least: float
     ) -> tuple[ServiceDraft, ServicePlan] | None:
-        """Lanes over several devices have no second draft."""
-        pool_tokens, skipped = math.inf, set(() if self.policy in DIVIDED else self.tried)
+        """The best draft whose plan fits memory; lanes over several devices have no second one."""
+        pool_tokens = math.inf
+        skipped = set(() if self.policy in DIVIDED else self.tried)
         while sum(plan is None for plan in self.plans.values()) <= MAX_MISFITS:
             drafts = self.fluid.drafts(self.policy, slack, pool_tokens, depth)
             draft = next((draft for draft in drafts if draft not in skipped), None)
@@ -277,8 +280,7 @@ def _slack(load: Load, draft: ServiceDraft, expected: Expected, slack: float) ->
 
 def _refusal(fluid: FluidModel, missed: Sequence[Rehearsed], policies: Sequence[str]) -> PlanInfeasible:
     if missed:
-        fastest = min((rehearsed.expected for rehearsed in missed), key=lambda e: (e.tpot_ms, e.ttft_ms))
-        tpot_ms, ttft_ms = fastest.tpot_ms, fastest.ttft_ms
+        times_ms = [(rehearsed.expected.tpot_ms, rehearsed.expected.ttft_ms) for rehearsed in missed]
     else:
         drafts = [draft for policy in policies if (draft := fluid.fastest(policy)) is not None]
         if not drafts or (fluid.load.tpot_ms, fluid.load.ttft_ms) == (None, None):
@@ -287,9 +289,8 @@ def _refusal(fluid: FluidModel, missed: Sequence[Rehearsed], policies: Sequence[
                 f"the model and one request need {need:.3g} GB and room to compute, more than these have",
                 "Add a device, or plan for shorter requests.",
             )
-        fastest_draft = min(drafts, key=lambda d: (d.tpot_ms, d.ttft_ms))
-        tpot_ms, ttft_ms = fastest_draft.tpot_ms, fastest_draft.ttft_ms
+        times_ms = [(draft.tpot_ms, draft.ttft_ms) for draft in drafts]
     return PlanInfeasible(
-        f"no service keeps to the limits: the fastest takes {times_text(tpot_ms, ttft_ms)}",
+        f"no service keeps to the limits: the fastest takes {times_text(*min(times_ms))}",
         "Allow more time, or add a faster device.",
     )

@@ -18,7 +18,6 @@ import numpy as np
 
 from tessera import ir
 from tessera.errors import PlanInfeasible
-from tessera.plan.baselines import COARSE
 from tessera.plan.config import FULL, SearchConfig
 from tessera.plan.constraints import Constraint, check_constraints, compiled_launches
 from tessera.plan.host import FETCH, has_host, host_placements
@@ -97,8 +96,7 @@ def baselines(
 
 
 def _coarse(judge: Judge) -> dict[str, Mix | None]:
-    mixes = judge.task.coarse
-    return {kind: judge.best(listed) if (listed := mixes[kind]) else None for kind in COARSE}
+    return {kind: judge.best(mixes) if mixes else None for kind, mixes in judge.task.coarse.items()}
 
 
 def place(
@@ -156,8 +154,11 @@ def place(
 def steps_alone(plan: ir.Plan) -> list[ir.Plan]:
     lane = plan.lanes[0]
     each = zip(plan.graphs, plan.costs, lane.placement.devices, strict=True)
-    lanes = [(graph, cost, (replace(lane, placement=ir.Placement((x,))),)) for graph, cost, x in each]
-    return [replace(plan, unit=ir.WorkUnit((g,), (1,)), costs=(c,), lanes=x) for g, c, x in lanes]
+    plans = []
+    for graph, costs, devices in each:
+        alone = replace(lane, placement=ir.Placement((devices,)))
+        plans.append(replace(plan, unit=ir.WorkUnit((graph,), (1,)), costs=(costs,), lanes=(alone,)))
+    return plans
 
 
 def lane_plan(

@@ -88,14 +88,14 @@ class Core(ABC):
         self._order += 1
         ticket = self._order
         self._running[ticket] = (flight, script, scale)
-        taking = [d for d, column in enumerate(script.columns) if column.items]
-        flight.waiting = len(taking)
-        for d in taking:
+        devices = [d for d, column in enumerate(script.columns) if column.items]
+        flight.waiting = len(devices)
+        for d in devices:
             column = script.columns[d]
             job = Job(flight.microbatch, ticket, column.items, until_wait_us=column.until_wait_us)
             self.devices[d].queue.add(job)
             self._consider(d, job, now)
-        if not taking:
+        if not devices:
             self._end_run(ticket, now)
 
     def _consider(self, device: int, job: Job | None, now: float) -> None:
@@ -294,13 +294,13 @@ def throughput_per_s(timeline: Timeline) -> float:
     Completions come in bursts, so work is counted: a span's share of its request's busy time.
     """
     total: dict[int, float] = {}
-    begun: dict[int, float] = {}
+    start_us: dict[int, float] = {}
     work = [span for span in timeline.spans if not span.is_transfer]
     for span in work:
         total[span.request] = total.get(span.request, 0.0) + span.stop_us - span.start_us
-        begun.setdefault(span.request, span.start_us)
+        start_us.setdefault(span.request, span.start_us)
     start = min((stop for _, _, stop in timeline.requests), default=0.0)
-    stop = max(begun.values(), default=0.0)
+    stop = max(start_us.values(), default=0.0)
     if stop <= start:
         return len(timeline.requests) / (timeline.makespan_us * 1e-6) if timeline.makespan_us else 0.0
     done = 0.0

@@ -1,4 +1,4 @@
-"""VirtualMachine: the simulator's loop, for a caller that starts runs and is told of every end."""
+"""VirtualMachine: the simulator's loop, for a caller that starts runs and takes their ends."""
 
 import heapq
 from collections import deque

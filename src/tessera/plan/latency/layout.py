@@ -131,7 +131,7 @@ def _moves(items: Sequence[Sequence[Item]]) -> Iterator[Move]:
         pairs = [(i, r) for i, k in enumerate(keys, start=1) for r in k[:MAX_READERS]]
         yield Move(
             reads=_indices([0, *(i for i, readers in enumerate(columns) if i and readers[0] == launch)]),
-            kept=_indices([0, *(left[k][0] if k in left else 0 for k in keys)]),
+            kept=_indices([0, *(left.get(k, [0])[0] for k in keys)]),
             folds=tuple((at[k], other) for k, others in left.items() for other in others[1:]),
             makes=tuple((at[x.readers], first.get(x.readers) is x, x.wait_us.T) for x in values),
             raises=_indices(raised),

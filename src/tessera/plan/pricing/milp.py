@@ -27,7 +27,7 @@ MAX_WORK, MAX_ENTRIES = 1_000_000, 100_000
 
 
 def best_placement(problem: Problem, microbatches: int = 1) -> tuple[Column, float] | None:
-    """With a lower bound of the period in microseconds; None if none was found."""
+    """The fastest placement and a lower bound of its period in microseconds; None without one."""
     nodes, num = problem.num_nodes, problem.num_devices
     if num == 1:
         only = problem.alone(0)

@@ -149,7 +149,7 @@ class Pricer:
     _networks: dict[bool, Network] = field(default_factory=dict)
 
     def cheapest(self, prices: Prices, starts: Sequence[Labels] = ()) -> tuple[Labels, float]:
-        """With its lower bound; `starts` help with more than two devices."""
+        """The cheapest placement and its lower bound; `starts` help with more than two devices."""
         prob = self.problem
         node_cost = (prices.device + prices.path) * prob.load_us
         if prob.num_devices == 1:
@@ -176,8 +176,8 @@ class Pricer:
 
     def _by_swaps(self, choices: PricedChoices, starts: Sequence[Labels]) -> Labels:
         prob = self.problem
-        begun: list[Labels] = [*starts, choices.node_cost.argmin(axis=1)]
-        best = min(begun, key=lambda labels: choices.cost(prob, labels))
+        candidates: list[Labels] = [*starts, choices.node_cost.argmin(axis=1)]
+        best = min(candidates, key=lambda labels: choices.cost(prob, labels))
         cost = choices.cost(prob, best)
         pairs = [(a, b) for b in range(prob.num_devices) for a in range(b)]
         for _ in range(self.config.max_sweeps):
@@ -219,7 +219,8 @@ class Pricer:
             producer, pin_value, pin_item = _with_residents(held, item, producer, pin_value, pin_item)
             forward = np.concatenate([forward, choices.memory[b] * held.num_bytes])
             backward = np.concatenate([backward, choices.memory[a] * held.num_bytes])
-        is_all, with_memory = len(free) == problem.num_nodes, choices.memory is not None
+        is_all = len(free) == problem.num_nodes
+        with_memory = choices.memory is not None
         shape = self._networks.get(with_memory) if is_all else None
         if shape is None:
             shape = network(len(free), producer, pin_value, pin_item)
@@ -232,7 +233,7 @@ class Pricer:
 
 
 def _refusals(problem: Problem, choices: PricedChoices) -> Floats:
-    """Above any other cost but no larger than needed: cuts use integers."""
+    """Charges for forbidden devices: above any other cost, no larger than needed, as cuts use integers."""
     assert problem.allowed is not None
     vals, node_cost = problem.values, choices.node_cost
     dearest = choices.move.max(axis=(1, 2)) * (problem.num_devices - 1)

@@ -96,14 +96,14 @@ class Pool:
         return np.array([weights + microbatches * request[0] for weights, request in each])
 
     def fits(self, columns: Iterable[Column], microbatches: int | Sequence[int]) -> bool:
-        """Checked only where a replica does not fit everywhere."""
+        """Counted only where a replica does not fit everywhere."""
         return not self.is_tight or self.problem.fits(columns, microbatches)
 
     def able(self, column: Column) -> bool:
         return self.fits((column,), 1)
 
     def held_by(self, columns: Sequence[Column], shares: Sequence[float] = (1.0,)) -> Mix | None:
-        """None below `fewest` or one per column."""
+        """With as many microbatches as memory holds; None below `fewest` or one per column."""
         mix = Mix(tuple(columns), tuple(shares))
         if self.fits(mix.columns, microbatch_counts(mix, self.microbatches)):
             return mix
@@ -114,7 +114,7 @@ class Pool:
         return None
 
     def price(self, prices: Prices) -> tuple[Column, float]:
-        """With the bound per work unit."""
+        """The cheapest placement, and its lower bound per work unit."""
         cost = _costs(self.columns, prices) if self.columns else np.zeros(0)
         starts = [self.columns[i].labels for i in np.argsort(cost)[:2]]
         labels, bound = self.pricer.cheapest(prices, starts)
@@ -148,7 +148,7 @@ class Pool:
 
 
 def seed(pool: Pool) -> None:
-    """A refusal may take long to prove."""
+    """Adds placements that fit memory; a proof that none fits may take long."""
     from tessera.plan.pricing import milp  # slow to import
 
     if pool.columns and not pool.is_tight:

@@ -161,12 +161,9 @@ class Judge:
         # Large units: at most twice the plan's, by quick estimate.
         most = min(2 * plan.microbatches if is_large else max(microbatches), plan.max_microbatches or 1 << 30)
         rate = simulate.quick if is_large else simulate
-        return tuple(
-            (n, plan.simulated_per_s)
-            if n == plan.microbatches
-            else (n, min(plan.throughput_per_s, rate(replace(plan, microbatches=n))))
-            for n in sorted({*(n for n in microbatches if n <= most), plan.microbatches})
-        )
+        others = sorted({n for n in microbatches if n <= most and n != plan.microbatches})
+        rated = [(n, min(plan.throughput_per_s, rate(replace(plan, microbatches=n)))) for n in others]
+        return tuple(sorted([*rated, (plan.microbatches, plan.simulated_per_s)]))
 
     def _bound_per_s(self, mix: Mix) -> float:
         """For cost and energy, of the devices in use."""

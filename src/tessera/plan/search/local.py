@@ -62,7 +62,7 @@ class Search:
         self._left = max(config.min_looks, min(config.max_looks, affordable))
 
     def look(self, mix: Mix) -> float:
-        """0 if known, unfit or unable to win."""
+        """Figure of a new mix; 0 if it was rated before, does not fit or cannot win."""
         counts = microbatch_counts(mix, self.task.microbatches)
         key = (
             frozenset(zip((c.key for c in mix.columns), counts, strict=True)),
