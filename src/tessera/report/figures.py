@@ -52,7 +52,8 @@ def compared(plan: Plan) -> tuple[PolicyLine, ...]:
     least = min(gains.values(), default=None)
     name, how = f"{plan.policy} (this plan)", f"simulated, {plan.microbatches} in flight"
     baselines = sorted(plan.baselines, key=lambda b: -(b.throughput_per_s or 0.0))
-    marks = {b.name: f"{b.name} (best baseline)" if gains.get(b.name) == least else b.name for b in baselines}
+    best = {policy for policy, ratio in gains.items() if ratio == least}
+    marks = {b.name: f"{b.name} (best baseline)" if b.name in best else b.name for b in baselines}
     relative = {name: least / ratio for name, ratio in gains.items() if least}
     return (
         PolicyLine(name, how, plan.simulated_per_s, least, plan.latency_us),

@@ -1,6 +1,7 @@
 """Tables of devices and policies."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -8,7 +9,7 @@ from rich.console import Console
 from report_factory import make_cluster, make_plan, make_timeline
 from tessera.cli.plan_text import pictures
 from tessera.cli.render import render
-from tessera.ir import Clock, Objective, Plan, verify
+from tessera.ir import Baseline, Clock, Objective, Plan, verify
 from tessera.report import PolicyLine, UsedDevice, compared, device_uses
 
 
@@ -80,6 +81,12 @@ def test_comparison_of_a_latency_plan_is_by_latency() -> None:
 
     assert "best single GPU" in line_of(plan, "best baseline)").policy
     assert pytest.approx(0.88, abs=0.005) == line_of(plan, "this plan").ratio_to_best_baseline
+
+
+def test_baselines_that_do_not_apply_are_none_the_best() -> None:
+    absent = replace(make_plan(), baselines=(Baseline("layer pipeline", None, None),))
+
+    assert not any("best baseline" in line.policy for line in compared(absent))
 
 
 def test_comparison_is_between_simulated_figures() -> None:
