@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 Listener = Callable[[str], None]
 # Weights of a model computed on this CPU.
 MAX_BYTES = 4 << 30
-# A step that takes longer is taken for hung.
+# A step that takes longer counts as hung.
 STEP_TIMEOUT_S = 60.0
 MAX_KEPT = 32
 # Beside a host: pages' share of a GPU.
@@ -142,8 +142,10 @@ class CpuBackend:
         room_bytes = [self.spec.memory_share * device.memory_bytes for device in self.cluster.devices]
         (pool_bytes,) = self.memory_bytes
         with blamed_for_run(model):
-            made = served(model, self.spec, max_bytes=MAX_BYTES, room_bytes=room_bytes, pool_bytes=pool_bytes)
-            return for_cpu(made)
+            plain = served(
+                model, self.spec, max_bytes=MAX_BYTES, room_bytes=room_bytes, pool_bytes=pool_bytes
+            )
+            return for_cpu(plain)
 
     def _sized(self, max_batch_tokens: int) -> ServeSpec:
         return replace(self.spec, max_batch_tokens=self.spec.max_batch_tokens or max_batch_tokens)
@@ -181,8 +183,8 @@ class CpuBackend:
                 if needs_measuring(device):
                     advance(f"measuring {step_name(trace.step)} on {device.name}")
                     timer = flow.make_timer(trace, device)
-                    given = (trace, device, timer, store, lambda what: None)
-                    measured[device.name] = measure(*given, until(self.launch_s), self._only(trace, device))
+                    enough, only = until(self.launch_s), self._only(trace, device)
+                    measured[device.name] = measure(trace, device, timer, store, enough=enough, only=only)
             return combine(trace, self.cluster.devices, measured)[0]
 
         return tuple(price(graph.trace) for graph in unit.graphs)
@@ -240,10 +242,10 @@ class AwayBackend(CpuBackend):
     def build(self, model: str) -> "ServedModel":
         from tessera.serve.steps import served, weight_bytes
 
-        size, here = weight_bytes(place_of(model)), memory_bytes()
-        if size > here:
+        size, memory = weight_bytes(place_of(model)), memory_bytes()
+        if size > memory:
             message = (
-                f"{model} has {units.size(size)} of weights; this machine has {units.size(here)} of memory"
+                f"{model} has {units.size(size)} of weights; this machine has {units.size(memory)} of memory"
             )
             raise TesseraError(message, "Run the service on a machine that holds the weights.", "--devices")
         sizes = self._sized(AWAY_BATCH_TOKENS)
@@ -290,21 +292,21 @@ def prepare(
             advance(f"{model} reads one token of each sequence a step, in prompts too: {built.reason}")
         return built
 
-    # A given plan stays while its devices do.
+    # The argument `plan` stays while its devices do.
     following = spec if plan is None else replace(spec, policies=())
 
     def make() -> Prepared:
         backend.begin(model, is_early=plan is None)
-        given = plan or _for_load(model, cluster, spec, advance)
-        if given is not None:
-            return _follow(build(), given, backend, following, advance)
+        planned = plan or _for_load(model, cluster, spec, advance)
+        if planned is not None:
+            return _follow(build(), planned, backend, following, advance)
         return _plan(build(), backend, advance)
 
     if kept is None:
         return make()
     digest = "" if plan is None else hashlib.sha256(b"".join(chunks_of(plan))).hexdigest()
-    given = (spec, cluster, tuple(backend.memory_bytes), is_compiled, digest)
-    key = key_of((place_of(model), *(folder for _, folder in spec.adapters)), *given)
+    places = (place_of(model), *(folder for _, folder in spec.adapters))
+    key = key_of(places, spec, cluster, tuple(backend.memory_bytes), is_compiled, digest)
     prepared = find(key, kept, build, following)
     if prepared is None:
         prepared = make()
@@ -335,7 +337,7 @@ def check_plan(plan: ir.ServicePlan, model: str, cluster: ir.Cluster) -> None:
 
 
 def _for_load(model: str, cluster: ir.Cluster, spec: ServeSpec, advance: Listener) -> ir.ServicePlan | None:
-    """None: sizes are given, a device has no cost model, or steps cannot have any size."""
+    """None: the spec has sizes, a device has no cost model, or steps cannot have any size."""
     from tessera.plan import search_config
     from tessera.profile.measured import needs_measuring
 
@@ -379,8 +381,8 @@ def _captured(
     unit = flow.make_unit(traces, tuple(counts))
     advance("pricing its launches")
     costs, spec, sees = backend.price(unit, model, advance), backend.spec, model.encode is not None
-    given = (model.model, model.shape, unit, costs, backend.cluster, load, spec.effort, sees, spec.policies)
-    return ServicePlanner(*given), capture_s
+    problem = (model.model, model.shape, unit, costs, backend.cluster, load)
+    return ServicePlanner(*problem, spec.effort, sees, spec.policies), capture_s
 
 
 def _follow(
@@ -401,9 +403,9 @@ def _follow(
         sized = backend.placed(model.resized(group))
         if key not in captured:
             captured[key] = _captured(sized, group.plan.unit.counts, plan.load, backend, advance)
-        made = captured[key][0].follow(group, plan.policy)
-        groups.append(made)
-        scale = max(scale, backend.scale(made.plan, sized))
+        planner, _ = captured[key]
+        groups.append(planner.follow(group, plan.policy))
+        scale = max(scale, backend.scale(groups[-1].plan, sized))
     check_groups(groups)
     advance("rehearsing")
     followed = replace(plan, groups=tuple(groups))
@@ -437,8 +439,9 @@ def default_folder() -> Path:
     return cache_folder("plans")
 
 
-def key_of(places: Sequence[str], *given: object) -> str:
-    digest = hashlib.sha256(repr((_code(), [version_of(name) for name in PACKAGES], places, given)).encode())
+def key_of(places: Sequence[str], *parts: object) -> str:
+    """Hash of this code, library versions, the files in `places`, and `parts`."""
+    digest = hashlib.sha256(repr((_code(), [version_of(name) for name in PACKAGES], places, parts)).encode())
     for folder in filter(Path.is_dir, map(Path, places)):
         for path in sorted(folder.iterdir()):
             with contextlib.suppress(OSError):
@@ -485,13 +488,13 @@ def planner_of(
         total = sum(group.microbatches for group in policies[0].groups)
         shape = replace(shape.of_group(group), microbatches=total)
     sees = any(graph.trace.step.kind == "encode" for graph in plan.graphs)
-    given = (policies[0].model, shape, plan.unit, plan.costs, plan.cluster, policies[0].load)
-    return ServicePlanner(*given, spec.effort, sees, spec.policies)
+    problem = (policies[0].model, shape, plan.unit, plan.costs, plan.cluster, policies[0].load)
+    return ServicePlanner(*problem, spec.effort, sees, spec.policies)
 
 
-def keep(key: str, found: Prepared, folder: Path) -> None:
-    kept = _Kept([b"".join(chunks_of(x)) for x in found.policies], found.scale)
-    if (model := KeptModel.of(found.model)) is not None:
+def keep(key: str, prepared: Prepared, folder: Path) -> None:
+    kept = _Kept([b"".join(chunks_of(x)) for x in prepared.policies], prepared.scale)
+    if (model := KeptModel.of(prepared.model)) is not None:
         weights = io.BytesIO()
         torch.save(dict(model.tensors), weights)
         kept.shape, kept.weights = model.shape, weights.getvalue()
@@ -499,8 +502,8 @@ def keep(key: str, found: Prepared, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / key, [_digest(key, body).encode(), b"\n", body])
-        own = [path for path in folder.iterdir() if path.is_file()]
-        for path in sorted(own, key=lambda p: p.stat().st_mtime, reverse=True)[MAX_KEPT:]:
+        paths = [path for path in folder.iterdir() if path.is_file()]
+        for path in sorted(paths, key=lambda p: p.stat().st_mtime, reverse=True)[MAX_KEPT:]:
             path.unlink()
     except (OSError, TesseraError) as error:
         why = getattr(error, "message", None) or getattr(error, "strerror", None) or error

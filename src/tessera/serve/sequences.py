@@ -5,7 +5,7 @@ read, the next token is due. A step has one of a few sizes and holds decoding se
 then prompt chunks in arrival order. In sizes up to `rows` every sequence has one token.
 
 A sequence begins when there are pages (`pages`) for all its tokens. When pages run out, the newest one moves
-elsewhere (`evict`) or is preempted; it needs more pages than it gave back, so it begins again only after
+elsewhere (`evict`) or is preempted; it needs more pages than it released, so it begins again only after
 another has ended.
 
 Where recurrent layers keep a state by row (`has_rows`), a sequence keeps its row and shares no pages. Where
@@ -77,8 +77,9 @@ class SequenceBatch:
         """`can_give`: masks may follow an ordered step."""
         self.number, self._shape, self._steps, self._config = number, shape, steps, config
         self._counts, self._sight, self._evict, self._can_give = config.counts, config.sight, evict, can_give
-        # Whether a sequence may read a token again.
-        self._can_repeat, self._step_s = shape.is_flat and not shape.has_rows, 0.0
+        # True if a sequence may read a token again.
+        self._can_repeat = shape.is_flat and not shape.has_rows
+        self._step_s = 0.0
         self._evicted: set[SeatedSequence] = set()
         self._is_caching = config.is_caching and shape.is_paged
         self._is_shared = pool is not None
@@ -129,7 +130,7 @@ class SequenceBatch:
 
     @property
     def can_move(self) -> bool:
-        """Token by token, reading again is as slow as answering."""
+        """True if reading again pays: token by token it is as slow as answering."""
         return bool(self._part_sizes)
 
     @property
@@ -142,7 +143,7 @@ class SequenceBatch:
     def state(self) -> None: ...
 
     def add(self, request: ActiveRequest, goes_on: bool = False) -> None:
-        """`goes_on`: the answer is given elsewhere, after the known tokens are read."""
+        """`goes_on`: the sequence answers elsewhere, after its tokens are read."""
         sequence = self._seated(request)
         if goes_on:
             sequence.stop = len(sequence.tokens)
@@ -287,17 +288,17 @@ class SequenceBatch:
         (step,) = self._started
         parts = [step.parts[number] for number in step.guided]
         seated = set(self.by_request.values())
-        found = [part.guide if part.sequence in seated else None for part in parts]
+        guides = [part.guide if part.sequence in seated else None for part in parts]
         # The step runs meanwhile, about as long as the last one did.
         patience_s = max(PATIENCE_S, self._step_s) if self._can_repeat else None
-        prepare_masks(filter(None, found), self._config.on_masks, patience_s)
-        for at, (number, guide) in enumerate(zip(step.guided, found, strict=True)):
+        prepare_masks(filter(None, guides), self._config.on_masks, patience_s)
+        for at, (number, guide) in enumerate(zip(step.guided, guides, strict=True)):
             if guide is not None and not guide.is_ready:
-                sequence, found[at] = step.parts[number].sequence, None
+                sequence, guides[at] = step.parts[number].sequence, None
                 step.parts[number] = Part(sequence, 0, is_due=False)
                 sequence.read -= sequence.is_begun
                 sequence.num_due -= 1
-        return self._inputs.choices.masks(found) if self._inputs is not None else {}
+        return self._inputs.choices.masks(guides) if self._inputs is not None else {}
 
     def end(self, done: StepDone) -> Sequence[ActiveRequest]:
         if self._looking is not None:
@@ -372,7 +373,8 @@ class SequenceBatch:
             if left := sequence.left:
                 (answering if left == 1 else reading).append((left, sequence))
         num_left = len(answering) + sum(left for left, _ in reading) + sum(s.left for s in self._aside)
-        budget, num_preempted = self._budget(num_left), self._counts.preemptions
+        budget = self._budget(num_left)
+        num_preempted = self._counts.preemptions
         planned: list[Part] = []
         self._num_reading, self._num_edits = len(reading), 0
         for left, sequence in (*answering, *reading):
@@ -441,8 +443,8 @@ class SequenceBatch:
             num = 1 + max(part.sequence.row for part in planned)
         return next(size for size in sizes if size >= num)
 
-    def _found(self, request: ActiveRequest) -> Tables:
-        """The last token is always read."""
+    def _cached(self, request: ActiveRequest) -> Tables:
+        """Page tables of the longest cached prefix without the last token, which is always read."""
         if not self._is_caching or request.wants_prompt:
             return self.pool.find(())
         return self.pool.find(request.keys((len(request.sequence) - 1) // PAGE), self)
@@ -452,19 +454,20 @@ class SequenceBatch:
         if sequence.num_due:  # preempted while a step read its next token
             return False
         request = sequence.request
-        found, windows = self._found(request), self._shape.windows
-        num, shared, spare = len(found[0]), listed(found), len(self._begun) * len(windows)
+        windows, cached = self._shape.windows, self._cached(request)
+        num, shared = len(cached[0]), listed(cached)
+        spare = len(self._begun) * len(windows)
         ends = self._shape.ends(len(sequence.tokens) + sequence.num_due + 1, num * PAGE)
-        wanted = sum(ends) - num * len(ends)
+        num_new = sum(ends) - num * len(ends)
         entries = self._shape.num_page_entries - self._num_entries
-        is_short = wanted + spare > self.pool.num_free - self.pool.num_idle(shared)
-        if is_short or len(shared) + wanted + spare > entries:
+        is_short = num_new + spare > self.pool.num_free - self.pool.num_idle(shared)
+        if is_short or len(shared) + num_new + spare > entries:
             return False
         self._aside.remove(sequence)
         self._num_wanted -= sequence.num_wanted
         self.pool.share(shared)
         new = ([self.pool.take() for _ in range(end - num)] for end in ends)
-        tables = [[*old, *pages] for old, pages in zip(found, new, strict=True)]
+        tables = [[*old, *pages] for old, pages in zip(cached, new, strict=True)]
         sequence.begin(windows, tables, num * PAGE, num)
         self._count_work(sequence, len(sequence.tokens) - sequence.read, sequence.unanswered)
         self._num_entries += sequence.num_pages
