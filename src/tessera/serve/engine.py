@@ -143,7 +143,8 @@ class Engine(Watcher[ActiveRequest]):
         self.stepper.wake()
 
     def run(self) -> None:
-        why, self._is_running = FAILED, True
+        why = FAILED
+        self._is_running = True
         try:
             while not self._is_over():
                 self.step()

@@ -169,7 +169,7 @@ def blank(workload: Workload) -> Workload:
 
 @contextmanager
 def made_on(card: str, model: str, seed: int, always: bool = False) -> Iterator[None]:
-    """Large built-in models (`always`: any) are made on the GPU; its random state is restored after."""
+    """Large built-in models (`always`: any) are built on the GPU; its random state is restored after."""
     if not always and (model not in known_models() or weight_bytes(model) <= LARGE_BYTES):
         yield
         return

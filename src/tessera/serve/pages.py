@@ -6,8 +6,9 @@ is never handed out: padding writes there, and in a page table it stands for a p
 of layers (`windows`) have page tables of their own; a prefix is found as far as every group has what the next
 token sees of it.
 
-A page that a planned step fills is found by the microbatch of that step only, until the step has ended. Not
-handled: a shared prefix that does not fill a page.
+Until a planned step has ended, `find` returns the pages that it fills to its microbatch only.
+
+Not handled: a shared prefix that does not fill a page.
 """
 
 import os

@@ -160,10 +160,9 @@ class Router(Scheduler[ActiveRequest]):
         group = self._opening
         assert group is not None, "a microbatch is opened for a group"
         self._by_number[number] = group
-        pool, evict = self.pool_of(group), partial(self._evict, number)
-        return SequenceBatch(
-            number, group.shape, group.steps, self._batches, pool, evict, group.lane.can_give
-        )
+        pool, lane = self.pool_of(group), group.lane
+        evict = partial(self._evict, number)
+        return SequenceBatch(number, group.shape, group.steps, self._batches, pool, evict, lane.can_give)
 
     def group_of(self, microbatch: RoutedMicrobatch) -> RoutedGroup:
         return self._by_number[microbatch.number]
@@ -179,10 +178,8 @@ class Router(Scheduler[ActiveRequest]):
 
     def every_pool(self) -> list[PagePool]:
         shared = [pool for group in self.groups if (pool := self.pool_of(group)) is not None]
-        unshared = [
-            batch_of(m).pool for m in list(self.microbatches.values()) if self.group_of(m).home is None
-        ]
-        return list({id(pool): pool for pool in (*shared, *unshared)}.values())
+        others = [batch_of(m).pool for m in list(self.microbatches.values()) if self.group_of(m).home is None]
+        return list({id(pool): pool for pool in (*shared, *others)}.values())
 
     def views(self) -> tuple[GroupView, ...]:
         """Thread-safe."""
@@ -343,6 +340,7 @@ class Router(Scheduler[ActiveRequest]):
         length = len(request.sequence)
         most = len(request.ask.prompt) + request.ask.max_tokens
         num = min(length + 1 + PAGE, most)
+        # Predicted work, place, pool; cached pages and number of new ones by group of layers.
         choices: list[tuple[float, RoutedMicrobatch | RoutedGroup, PagePool | None, Tables, list[int]]] = []
         for group in groups:
             place, pool = self._place(group), self.pool_of(group)
@@ -353,22 +351,22 @@ class Router(Scheduler[ActiveRequest]):
                 continue
             cached = pool.find(request.keys(min(length - 1, read) // PAGE) if self._is_caching else ())
             firsts = [max(len(cached[0]), first_seen(read, window)) for window in pool.windows]
+            # Pages behind a window are 0.
             cached = [table if len(table) == n else [0] * n for table, n in zip(cached, firsts, strict=True)]
-            new = [end - first for end, first in zip(group.shape.ends(num, read), firsts, strict=True)]
-            spare = sum(m.content.num_used for m in self.open_of(group)) * len(new)
-            if sum(new) + spare <= pool.num_free - pool.num_idle(listed(cached)):
+            num_new = [end - first for end, first in zip(group.shape.ends(num, read), firsts, strict=True)]
+            spare = sum(m.content.num_used for m in self.open_of(group)) * len(num_new)
+            if sum(num_new) + spare <= pool.num_free - pool.num_idle(listed(cached)):
                 work_s = self._work_s(group) if len(groups) > 1 else 0.0
-                choices.append((work_s, place, pool, cached, new))
-        for _, place, pool, cached, new in sorted(choices, key=lambda choice: choice[0]):
+                choices.append((work_s, place, pool, cached, num_new))
+        for _, place, pool, cached, num_new in sorted(choices, key=lambda choice: choice[0]):
             microbatch, shared = self._opened(place), listed(cached)
-            if not batch_of(microbatch).expect(num_expected := len(shared) + sum(new)):
+            if not batch_of(microbatch).expect(num_expected := len(shared) + sum(num_new)):
                 continue
             pages = []
             if pool is not None:
                 pool.share(shared)
-                pages = [
-                    [*table, *(pool.take() for _ in range(n))] for table, n in zip(cached, new, strict=True)
-                ]
+                tables = zip(cached, num_new, strict=True)
+                pages = [[*table, *(pool.take() for _ in range(n))] for table, n in tables]
             return microbatch, pool, pages, min(map(len, cached)), num_expected
         return None
 

@@ -306,7 +306,8 @@ class SequenceBatch:
             self._looking.seen.take(done.outputs["image"])
             self._looking = None
             return self._config.settle(self, done, ())
-        ended, looked_at, seated = self._started.popleft(), [], self.by_request
+        ended, seated = self._started.popleft(), self.by_request
+        rows = []
         self._step_s = done.seconds
         self.pool.filled(ended.published)
         self.pool.give_back(ended.released)
@@ -323,8 +324,8 @@ class SequenceBatch:
                 sequence.unanswered -= 1
                 self.num_unanswered -= 1
             if is_due or request.wants_prompt:
-                looked_at.append((number if self._shape.is_flat else sequence.row, request))
-        left = self._config.settle(self, done, looked_at)
+                rows.append((number if self._shape.is_flat else sequence.row, request))
+        left = self._config.settle(self, done, rows)
         for request in left:
             self.leave(request)
         if self._is_caching:

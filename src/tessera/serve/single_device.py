@@ -109,7 +109,8 @@ class SingleDeviceService:
                 for one in batch:
                     one.future.set_exception(error)
             self._finished["stop" if outputs else "cancelled"] += len(batch)
-            self._running, self._busy_s = 0, self._busy_s + time.monotonic() - begun_s
+            self._running = 0
+            self._busy_s += time.monotonic() - begun_s
             for one, output in zip(batch, outputs, strict=False):
                 one.future.set_result(output)
 
