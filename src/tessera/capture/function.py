@@ -36,6 +36,8 @@ from tessera.ir import Step
 TENSOR = object()
 NO_GRAD = "does not require grad"
 KIND = "call"
+# Far from the seeds that programs set themselves.
+FRESH_SEED = 7_093_127
 
 
 @dataclass(frozen=True)
@@ -240,7 +242,8 @@ class FunctionCall:
             name = self._names[index]
             for number, view in blocks.spread(self.blocks[index], copies[name]) if name in copies else ():
                 blocks.fill(view, fresh_tensor(view, seed * 1_000 + number, is_mild))
-        return copies
+        drawn_from = [name for name in self._generators if name in copies]
+        return copies | {name: rng.seeded_state(name, FRESH_SEED + seed) for name in drawn_from}
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Binds another call's arguments; MismatchError if their structure differs."""

@@ -30,6 +30,8 @@ from tessera.ir import Access, Arg, Buffer, BufferKind, Launch, Region, Symbol, 
 # Larger constants are refused.
 MAX_CONSTANT_BYTES = 1 << 16
 OVERWRITERS = frozenset({"aten::copy_", "aten::zero_", "aten::fill_"})
+# They return what shapes and storages are, not values.
+METADATA = frozenset({"aten::is_same_size", "aten::_has_same_storage_numel"})
 Recorded = tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]
 Results = tuple[Any, ...] | list[Any]
 _PACKAGES = f"site-packages{os.sep}"
@@ -270,15 +272,16 @@ def _sizes_by_value(func: Any) -> bool:
 
 @functools.cache
 def _answers_the_host(func: Any) -> bool:
-    if func.namespace in ("prim", "profiler"):  # metadata, not values
+    if func.namespace in ("prim", "profiler") or func._schema.name in METADATA:
         return False
     returns = func._schema.returns
     return bool(returns) and not any("Tensor" in str(r.type) for r in returns)
 
 
 def check_tensor(tensor: torch.Tensor, name: str = "a value") -> None:
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        what = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        kind = str(tensor.layout).removeprefix("torch.")
+        what = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else kind
         fail(f"{name} is a {what} tensor", "Use dense, unquantized tensors: .to_dense(), .dequantize().")
 
 

@@ -299,6 +299,8 @@ class Recorder(TorchDispatchMode):
 
     def varies(self, value: Any) -> bool:
         if isinstance(value, torch.Tensor):
+            while torch._C._functorch.is_functorch_wrapped_tensor(value):
+                value = torch._C._functorch.get_unwrapped(value)
             return value.layout is torch.strided and self._ledger.find(value) in self._varying
         if isinstance(value, torch.UntypedStorage):
             return self._ledger.storages.get(value._cdata, (None, -1))[1] in self._varying

@@ -153,6 +153,19 @@ def test_a_generator_of_its_own_is_refused_with_its_line() -> None:
         tessera.capture(lambda x: x + torch.rand(4, generator=own), torch.ones(4))
 
 
+def test_a_step_that_seeds_as_its_program_did_is_refused() -> None:
+    """The state at the capture is the one that the step sets; at the next call it is not."""
+
+    def seeding(x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(0)
+        return x + torch.rand(4)
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        with pytest.raises(CaptureError, match="seeds the generator rng:cpu"):
+            tessera.capture(seeding, torch.ones(4))
+
+
 def test_a_step_that_seeds_its_generator_is_refused() -> None:
     """A seed is no launch: a replay would draw other numbers."""
 

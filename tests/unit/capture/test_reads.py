@@ -134,6 +134,18 @@ def test_a_tensor_made_of_what_was_read_is_refused(way: str) -> None:
         tessera.capture(lambda x: TENSORS[way](x * 1).sum() + x, X)
 
 
+@pytest.mark.parametrize("over", [torch.func.vmap, torch.func.grad])
+def test_a_read_inside_a_function_transform_is_refused(over: Any) -> None:
+    """Its tensors wrap those that have memory."""
+    with pytest.raises(CaptureError, match=HERE + r"float\(\) reads"):
+        tessera.capture(over(lambda x: (x * float(x.sum())).sum()), X)
+
+
+def test_what_compares_shapes_alone_is_no_read() -> None:
+    """Forward derivatives ask whether a tangent fits."""
+    assert tessera.capture(lambda x: torch.func.jvp(torch.sin, (x,), (x,)), X).launches
+
+
 @pytest.mark.parametrize("device", ["cpu", "fake"])
 @pytest.mark.parametrize("name", ["summed", "branched", "masked", "counting", "chancy"])
 def test_a_module_of_the_users_own_is_refused_on_any_device(name: str, device: str) -> None:

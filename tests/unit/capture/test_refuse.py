@@ -30,6 +30,13 @@ def test_a_sparse_tensor_is_refused() -> None:
         capture(lambda x: x.to_sparse().sum())
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_nested_tensor_is_refused() -> None:
+    """It has the layout of a dense one, and no shape."""
+    with pytest.raises(CaptureError, match=r"test_refuse\.py:\d+: .*nested"):
+        capture(lambda x: torch.nested.nested_tensor([x, x]).to_padded_tensor(0.0))
+
+
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")  # torch will drop them
 def test_a_quantized_tensor_is_refused() -> None:
     """Its scale is not in its memory, so its memory alone cannot be moved."""
