@@ -176,9 +176,8 @@ def mem_ops(stream: int, ops: Sequence[MemOp]) -> None:
     records = []
     for x in ops:
         wait, write = (_WAIT_64, _WRITE_64) if x.is_long else (_WAIT_32, _WRITE_32)
-        records.append(
-            _MemOp(wait if x.is_wait else write, x.address, x.value, _EQUAL if x.is_wait else 0, 0, 0)
-        )
+        operation, flags = (wait, _EQUAL) if x.is_wait else (write, 0)
+        records.append(_MemOp(operation, x.address, x.value, flags, 0, 0))
     array = (_MemOp * len(ops))(*records)
     ask("cuStreamBatchMemOp_v2", ctypes.c_void_p(stream), ctypes.c_uint(len(ops)), array, ctypes.c_uint(0))
 

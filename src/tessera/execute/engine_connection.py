@@ -190,9 +190,9 @@ def _probe(address: EngineAddress, start_s: float, patience_s: float, again_s: f
             socket.create_connection((address.host, address.port), timeout=PROBE_S).close()
             return
         except OSError as error:
-            said = error.strerror or str(error)
+            reason = error.strerror or str(error)
             if isinstance(error, ConnectionRefusedError) and again_s is not None:
                 limit_s = min(again_s, patience_s)
         if time.monotonic() > start_s + limit_s:
-            raise WorkerError(f"no engine answers: {said}", "Start rank 0 first.", address.place)
+            raise WorkerError(f"no engine answers: {reason}", "Start rank 0 first.", address.place)
         time.sleep(RETRY_S)

@@ -89,7 +89,7 @@ class Hub:
 
     method  "spawn", or FORKSERVER for programs of Tessera itself
     local   devices whose workers are local; without a rendezvous all, with one by default none
-    about   asked now and then about a device whose worker has not connected
+    about   called now and then for a device whose worker has not connected; returns the reason, if any
     """
 
     # Failures in a row after which a device is given up; None: never.
@@ -196,7 +196,10 @@ class Hub:
         is_given_up = self.max_failures is not None and member.failures >= self.max_failures
         retry_s = None if is_given_up else pause_s(member.failures)
         is_absent = member.started_s == float("inf")  # its worker is welcome whenever it connects
-        member.due_s = None if retry_s is None else now if is_absent else now + retry_s
+        if retry_s is None:
+            member.due_s = None
+        else:
+            member.due_s = now if is_absent else now + retry_s
         self._start_due()
         return LostWorker(how, member.failures, retry_s)
 
@@ -293,10 +296,11 @@ class Hub:
             shared = self.setups[device].progress
             if shared is not None:
                 shared.fill_(-1)
-            epochs, name = tuple(m.epoch for m in self._members), secrets.token_bytes(NAME_BYTES)
+            epochs = tuple(m.epoch for m in self._members)
             epoch = epochs[device]
             # A routing id must not begin with a zero byte.
-            setup = replace(self.setups[device], epoch=epoch, epochs=epochs, name=b"w" + name)
+            name = b"w" + secrets.token_bytes(NAME_BYTES)
+            setup = replace(self.setups[device], epoch=epoch, epochs=epochs, name=name)
             member.state, member.due_s, member.started_s = "starting", None, now
             member.setup, member.ask_s = setup, now + ABSENT_S
             if device in self._local:
@@ -361,11 +365,11 @@ class Hub:
         return None
 
     def _ask_about(self, device: int, epoch: int, limit_s: float) -> None:
-        said = self._about(device)
+        reason = self._about(device)
         complaints = self._rendezvous.complaints if self._rendezvous is not None else ()
-        if not said and complaints:
-            said = f"refused: {complaints[-1]}"
-        what = f"nobody connected within {limit_s:.0f} s{f'; {said}' if said else ''}"
+        if not reason and complaints:
+            reason = f"refused: {complaints[-1]}"
+        what = f"nobody connected within {limit_s:.0f} s{f'; {reason}' if reason else ''}"
         self._post((device, epoch), messages.Failed(what, "Start one process per device."))
 
     def _hear(self, connection: PeerConnection, message: Any) -> None:

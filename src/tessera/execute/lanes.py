@@ -114,7 +114,8 @@ class Lanes:
         self._tables = []
         for policy, plan in enumerate(plans):
             self._tables.append((len(self.all), LaneShares(shares_of(plan.lanes, plan.lane_table))))
-            steps, home = self._number_steps(plan), self.homes[plan.home].number if plan.home else None
+            steps = self._number_steps(plan)
+            home = self.homes[plan.home].number if plan.home else None
             for index in range(len(plan.lanes)):
                 devices = devices_of(plan, index)
                 rows = {} if home is None else _state_buffers(plan, plan.lanes[index])[1]

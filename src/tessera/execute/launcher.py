@@ -43,14 +43,11 @@ class Launcher:
     def _bind(self, index: int, memory: Memory) -> None:
         launch, kernel = self._trace.launches[index], self._trace.kernel_of(index)
         is_fixed = all(memory.is_fixed(view.buffer) for view in launch.views)
-        if (
-            not is_fixed
-            or kernel.origin is not Origin.ATEN
-            or generator_buffer(self._trace, launch) is not None
-        ):
+        is_draw = generator_buffer(self._trace, launch) is not None
+        if not is_fixed or is_draw or kernel.origin is not Origin.ATEN:
             return
         memory.calls[index] = bind(
-            find_operator(self._trace.kernel_of(index).name),
+            find_operator(kernel.name),
             [self._maker(arg)(memory) for arg in launch.args],
             {name: self._maker(arg)(memory) for name, arg in launch.kwargs},
             _results_to_keep(launch),

@@ -118,8 +118,9 @@ class Links:
                 self._end(connection, f"it sent {type(message).__name__} over a link")
 
     def _take(self, connection: PeerConnection, peer: int, frame: Frame, contents: memoryview) -> None:
-        is_step = isinstance(frame, LinkFrame)
-        limit = PIECE_BYTES if not is_step else self._largest[peer] if self.arrived is not None else 0
+        limit = PIECE_BYTES
+        if isinstance(frame, LinkFrame):
+            limit = self._largest[peer] if self.arrived is not None else 0
         if len(contents) > limit:
             why = f"it sent a frame of {len(contents)} bytes, no program has more than {limit}"
             self._end(connection, why)

@@ -72,7 +72,8 @@ class StepLowering:
 
     def run(self, place: Sequence[int], fetched: Fetched = ()) -> LoweredRun:
         """One transfer per value and reading device, in trace order."""
-        num, (rows, readers) = self.num_devices, self._pins
+        num = self.num_devices
+        rows, readers = self._pins
         devices = np.array(place, dtype=np.int64)
         targets = devices[readers]
         crossing = targets != devices[self._producers][rows]
@@ -154,10 +155,10 @@ def lower(plan: ir.Plan) -> tuple[tuple[ir.Program, ...], ...]:
 
 
 def _lower_lane(plan: ir.Plan, number: int, unit: UnitLowering) -> tuple[ir.Program, ...]:
-    lane, num_devices, programs = plan.lanes[number], len(plan.cluster.devices), list[ir.Program]()
-    for step, (moves, place) in enumerate(
-        zip(unit.moves(lane.placement), lane.placement.devices, strict=True)
-    ):
+    lane, num_devices = plan.lanes[number], len(plan.cluster.devices)
+    programs: list[ir.Program] = []
+    steps = zip(unit.moves(lane.placement), lane.placement.devices, strict=True)
+    for step, (moves, place) in enumerate(steps):
         for source, transfers in moves:
             run = lower_moves(transfers, num_devices)
             columns, nothing = _columns(run, (), ()), ((),) * num_devices
@@ -177,11 +178,10 @@ def _columns(
 ) -> tuple[tuple[ir.Instruction, ...], ...]:
     """Per launch: receives, the launch, sends, frees, fetches."""
     num = len(run.transfers) - len(run.fetches)
-    listed: list[list[tuple[int, int, ir.Instruction]]] = [
-        [(at, 2, ir.Send(n)) if is_send else (at, 0, ir.Recv(n)) for at, is_send, n in points if n < num]
-        for points in run.points
-    ]
+    listed: list[list[tuple[int, int, ir.Instruction]]] = [[] for _ in run.points]
     for device, points in enumerate(run.points):
+        listed[device] += [(at, 0, ir.Recv(n)) for at, is_send, n in points if n < num and not is_send]
+        listed[device] += [(at, 2, ir.Send(n)) for at, is_send, n in points if n < num and is_send]
         begun = {run.fetches[n - num]: at for at, is_send, n in points if is_send and n >= num}
         listed[device] += [(at, 4, ir.Fetch(launch)) for launch, at in begun.items()]
     for launch, device in enumerate(place):

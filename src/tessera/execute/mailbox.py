@@ -122,7 +122,7 @@ class _End:
 
 
 class Mailbox:
-    """`refused` is told (host, reason) of every failed handshake."""
+    """`refused` is called with (host, reason) of every failed handshake."""
 
     def __init__(self, refused: Callable[[str, str], None] = lambda host, reason: None) -> None:
         self._refused = refused
@@ -339,7 +339,7 @@ class Mailbox:
         threading.Thread(target=answer, name="tessera-keys", daemon=True).start()
 
     def _drain(self, end: _End, has_events: bool) -> None:
-        """Closed connections are told after the messages that came over them."""
+        """Reports closed connections after the messages that came over them."""
         if has_events:
             self._read_monitor(end)
         while (frames := self._receive(end)) is not None:
@@ -379,9 +379,8 @@ class Mailbox:
             host = str(frame.get("Peer-Address")) if end.socket.curve_server else ""
             connection = end.by_name[name] = PeerConnection(self, end, name, host)
             fd = int(frame.get(zmq.SRCFD))
-            self._read_monitor(
-                end
-            )  # an earlier connection of this descriptor is closed before it is used again
+            # An earlier connection of this descriptor is closed before it is used again.
+            self._read_monitor(end)
             if fd in end.closed_fds:
                 self._broken.append(connection)
             else:

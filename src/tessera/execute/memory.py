@@ -68,7 +68,7 @@ def is_cleared(program: ir.Program, name: str) -> bool:
 
 
 def ready_programs(plan: ir.Plan) -> tuple[tuple[ir.Program, ...], ...]:
-    """Each is proved right."""
+    """The lowered programs of each lane, proved by `check_programs`."""
     lanes = lower(plan)
     for programs in lanes:
         check_programs(plan, programs)
@@ -276,14 +276,14 @@ def bind_storages(
     """Includes constants of the trace. `is_partial`: leave out buffers without a tensor; else raise
     MismatchError.
     """
-    indices = [b for kind in kinds for b in trace.buffers_of(kind)]
-    return {
-        b: constant(x, device) if x.constant_hex else storage_of(x, tensors)
-        for b in indices
-        if (x := trace.buffers[b]).constant_hex
-        or {x.name, whole_of(x.name)} & tensors.keys()
-        or not is_partial
-    }
+    storages: dict[int, Storage] = {}
+    for index in (b for kind in kinds for b in trace.buffers_of(kind)):
+        buffer = trace.buffers[index]
+        if buffer.constant_hex:
+            storages[index] = constant(buffer, device)
+        elif not is_partial or {buffer.name, whole_of(buffer.name)} & tensors.keys():
+            storages[index] = storage_of(buffer, tensors)
+    return storages
 
 
 def whole_of(name: str) -> str:
@@ -356,10 +356,10 @@ class Memory:
         return False
 
     def before(self, launch: int) -> None:
-        """Hook."""
+        """Hook: a launch is about to run."""
 
     def after(self, launch: int) -> None:
-        """Hook."""
+        """Hook: a launch has run."""
 
     def fetch(self, launch: int) -> None:
         for buffer, place in self.slots[launch].items():

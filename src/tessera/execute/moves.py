@@ -88,7 +88,7 @@ class Moves:
             self._settle(entry)
 
     def late(self) -> tuple[list[tuple[int, int]], set[int]]:
-        """Cancels moves past their deadline; (their pairs of devices, devices that did not confirm)."""
+        """Cancels late moves; returns their pairs of devices, and devices that have not confirmed."""
         late = [entry for entry in self.under_way if entry.until_s <= time.monotonic()]
         silent = {device for entry in late if entry.failure for _, device in entry.ending}
         pairs = [pair for entry in late if not entry.failure for pair in entry.runs.values()]

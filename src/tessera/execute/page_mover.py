@@ -13,6 +13,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ class _Job:
 
 @dataclass
 class _Copying:
-    """`finish` is told whether the move was cancelled."""
+    """`finish` is called with True if the move was cancelled."""
 
     run: int
     mark: Any
@@ -191,7 +192,7 @@ class PageMover:
         self.retry()
 
     def reset(self, peer: int) -> None:
-        """The link to a peer is new; the engine has cancelled moves over the last."""
+        """Frees the slots of a reopened link; the engine has cancelled moves over the last one."""
         way = self._ways[peer]
         way.free, way.sent = list(range(SLOTS)), {}
 
@@ -211,11 +212,7 @@ class PageMover:
         if device == self._device:
             targets = [(self._rows(order.to_place, name, size), places) for name, size, _, places in parts]
             mark = self._copier.copy(sources, targets)
-            self._add(
-                _Copying(
-                    order.run, mark, lambda is_cancelled: self._put_down(order.run, job.total, is_cancelled)
-                )
-            )
+            self._add(_Copying(order.run, mark, partial(self._put_down, order.run, job.total)))
             return True
         slot, piece = way.free.pop(), self._num_pieces
         self._num_pieces += 1

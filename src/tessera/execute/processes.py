@@ -67,13 +67,13 @@ class LocalProcess:
     def __init__(
         self, target: Callable[..., None], arguments: tuple[Any, ...], name: str, method: str
     ) -> None:
-        started = multiprocessing.get_context(method)
-        self.pipe, theirs = started.Pipe(duplex=True)
-        self._process: BaseProcess = started.Process(  # type: ignore[attr-defined]
-            target=target, args=(theirs, *arguments), name=name, daemon=True
+        start_method = multiprocessing.get_context(method)
+        self.pipe, child_pipe = start_method.Pipe(duplex=True)
+        self._process: BaseProcess = start_method.Process(  # type: ignore[attr-defined]
+            target=target, args=(child_pipe, *arguments), name=name, daemon=True
         )
         # The child's death closes the socket.
-        with theirs, hidden_main():
+        with child_pipe, hidden_main():
             self._process.start()
         self.pid = self._process.pid
         # Sees the child itself if the server process, which reports the end of its children, is dead.

@@ -99,7 +99,7 @@ class Board:
             self._send(source, StoreValue(key, value))
 
     def forget(self, device: int, epoch: int) -> None:
-        """A worker is gone: it waits for nothing, and nobody waits for its values."""
+        """Drops a lost worker's requests and values; requests for its values are answered with nothing."""
         end = key_of("", device, epoch)
         self._gone.add(end)
         self._values = {key: value for key, value in self._values.items() if not key.endswith(end)}

@@ -183,7 +183,7 @@ class Runs:
         return float("inf") if self._timeout_s is None else time.monotonic() + self._timeout_s
 
     def over(self, run: int, device: int) -> None:
-        """A cancelled run has ended on a device."""
+        """Notes that a cancelled run has ended on a device."""
         for ending in self._ending.values():
             if ending[run, device]:
                 ending[run, device] -= 1

@@ -44,7 +44,7 @@ class Content(Protocol[R]):
 
     @property
     def is_kept(self) -> bool:
-        """Worth keeping open without requests."""
+        """True if it stays open without requests."""
         return False
 
     def add(self, request: R) -> None:
@@ -60,10 +60,10 @@ class Content(Protocol[R]):
         return False
 
     def next_step(self) -> StepCall | None:
-        """None if there is none."""
+        """The step to run next; None if there is none."""
 
     def late_inputs(self) -> Tensors:
-        """Those of its only running step."""
+        """Late inputs of its only running step."""
         return {}
 
     def end(self, done: StepDone) -> Sequence[R]:

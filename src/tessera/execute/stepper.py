@@ -138,7 +138,7 @@ class Stepper(Protocol):
         """
 
     def open(self, microbatch: int, lane: int, state: Tensors | None = None) -> None:
-        """On a lane taken from `lanes`; default state: zeros."""
+        """Opens a microbatch on a lane taken from `lanes`; its state is zeros by default."""
 
     def close(self, microbatch: int) -> None:
         """Closes a microbatch that runs nothing. The caller gives its lane back."""
@@ -150,7 +150,7 @@ class Stepper(Protocol):
         """Begins or queues a step."""
 
     def give(self, microbatch: int, inputs: Tensors) -> None:
-        """Late inputs of the microbatch's only step."""
+        """Sends late inputs of the microbatch's only step."""
 
     def move(self, move: PageMove) -> None:
         """Begins a move that ends with `Moved`.

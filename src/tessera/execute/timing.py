@@ -127,7 +127,8 @@ class StepMemory:
         return Memory(dict(self._storages), self._fresh)
 
     def _bind(self, tensors: Tensors) -> dict[int, Storage]:
-        buffers, kinds = self._trace.buffers, (BufferKind.WEIGHT, BufferKind.INPUT, BufferKind.STATE)
+        buffers = self._trace.buffers
+        kinds = (BufferKind.WEIGHT, BufferKind.INPUT, BufferKind.STATE)
         sizes = {b.name: b.size_bytes for b in buffers}
         fitting = {n: t for n, t in tensors.items() if t.untyped_storage().nbytes() == sizes.get(n)}
         bound = bind_storages(self._trace, kinds, fitting, self._device, is_partial=True)

@@ -110,16 +110,16 @@ class Transport(ABC):
         """A function that copies what arrived in a run to its place; called once a run."""
 
     def watch(self, run: int, program: Program, microbatch: int) -> None:
-        """A run has begun, whose transfers are polled for."""
+        """Polls for the transfers of a run from now on."""
 
     def poll(self) -> Sequence[TransferArrived] | None:
         return None
 
     def hold(self, news: TransferArrived) -> None:
-        """Its bytes, if they came with it, will be fetched."""
+        """Keeps bytes that came with a notice until they are fetched."""
 
     def forget(self, run: int, microbatch: int | None) -> None:
-        """Bytes of this run will not be fetched. `microbatch`: whose last run it is; None: an older one."""
+        """Drops bytes of a run. `microbatch`: whose last run it is; None: it is an older run."""
 
     def load(self, programs: Sequence[Sequence[Program]]) -> None:
         """Adds lanes."""
@@ -248,7 +248,8 @@ class FlaggedMemory(SharedMemory):
         while not (is_any := any(flags.any() for x in self._watched.values() for flags, _ in x)):
             if time.monotonic() - began_s > LOOK_S:
                 break
-        arrived, now_s = list[TransferArrived](), time.monotonic()
+        arrived: list[TransferArrived] = []
+        now_s = time.monotonic()
         for run, sources in list(self._watched.items()) if is_any else ():
             for flags, awaited in sources:
                 # Graphs set flags meanwhile, those of the microbatch's next run too.

@@ -53,7 +53,7 @@ class CpuWorker(DeviceWorker):
         self._queue = Queue()
         self._looked_s = 0.0
         self._active: dict[int, _Active] = {}
-        # Their microbatch's previous run has not ended.
+        # Orders of microbatches whose previous run has not ended.
         self._waiting: list[Begin] = []
         self._cancelled: set[int] = set()
         self._last: dict[int, int] = {}

@@ -91,7 +91,7 @@ class DeviceWorker(ABC):
         """Lets an open run go on."""
 
     def _cancel(self, run: int) -> None:
-        """The run will never be complete."""
+        """Drops a run that will never be complete."""
 
     def _clear(self, microbatch: int, lane: int) -> None:
         """Zeroes a microbatch's state, except pages of its home."""
@@ -115,7 +115,7 @@ class DeviceWorker(ABC):
         return [p for lane, programs in enumerate(self._programs) if lane not in dropped for p in programs]
 
     def _relink(self, device: int, epoch: int) -> None:
-        """The link is new."""
+        """Hook: the link to a device was reopened."""
 
     @abstractmethod
     def _where(self) -> list[tuple[int, int, int]]:

@@ -201,12 +201,14 @@ class DeviceGraphs:
 
     def _capture(self, room: MicrobatchBuffers, number: int) -> ShareGraph:
         program = self._programs[number]
-        step, base, slots = program.step, self._base(room, program), self.state.slots(room.number, program)
+        step = program.step
+        base = self._base(room, program)
+        slots = self.state.slots(room.number, program)
         if self.transport is not None:
             self.transport.meet(number)
-        of = (program, number, self.traces[step], room, base, slots, self.launchers[step])
+        share = (program, number, self.traces[step], room, base, slots, self.launchers[step])
         flags = (self._is_short(step), number in self._rehearsed)
-        graph = ShareGraph(*of, self.device, self.transport, self.clockwork, *flags)
+        graph = ShareGraph(*share, self.device, self.transport, self.clockwork, *flags)
         self._rehearsed.add(number)
         return graph
 

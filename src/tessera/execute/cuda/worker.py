@@ -288,7 +288,8 @@ class CudaWorker(DeviceWorker):
                 self._graphs.transport.reset(microbatch, number)
 
     def _end_stuck(self, running: _Running) -> None:
-        deadline, transport = time.monotonic() + CANCEL_S, self._graphs.transport
+        deadline = time.monotonic() + CANCEL_S
+        transport = self._graphs.transport
         while not running.done.query():
             if transport is not None:
                 transport.release(running.order.microbatch)
@@ -367,11 +368,11 @@ def rows_of(graph: ShareGraph, device: int, is_dilated: bool, clock: GpuClock) -
         if records[launch][STARTED]:
             start, stop = clock.seconds(records[launch][STARTED]), _stop(records[launch], is_dilated, clock)
             spans.append((launch, start, stop, stop - start))
-    sends = [
-        (number, clock.seconds(row[STARTED]), _stop(row, True, clock))
-        for number, transfer in enumerate(graph.program.transfers)
-        if transfer.src == device and (row := records[first + number])[STARTED]
-    ]
+    sends = []
+    for number, transfer in enumerate(graph.program.transfers):
+        row = records[first + number]
+        if transfer.src == device and row[STARTED]:
+            sends.append((number, clock.seconds(row[STARTED]), _stop(row, True, clock)))
     return spans, sends
 
 
