@@ -238,8 +238,11 @@ def _mixture(launch: Launch) -> tuple[Arg, ...]:
     options = dict(launch.kwargs)
     if len(launch.args) == PACKED:
         return launch.args[:5]
-    args = (*launch.args, *([options.pop("offs")] if "offs" in options else ()))
-    return args[:3] if all(value is None for value in (*args[3:], *options.values())) else (None,) * 3
+    args = launch.args
+    if "offs" in options:
+        args = (*args, options.pop("offs"))
+    has_more = any(value is not None for value in (*args[3:], *options.values()))
+    return (None, None, None) if has_more else args[:3]
 
 
 def _ends(num: int, parts: int) -> list[int]:

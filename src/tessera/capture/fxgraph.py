@@ -122,7 +122,8 @@ def _scope(node: torch.fx.Node) -> Path:
 
 
 def _words(text: str) -> Path:
-    return tuple(word for groups in _STEP.findall(text) if (word := "".join(groups)) not in _PLUMBING)
+    words = map("".join, _STEP.findall(text))
+    return tuple(word for word in words if word not in _PLUMBING)
 
 
 def _is_weight(node: torch.fx.Node, example: Any) -> bool:

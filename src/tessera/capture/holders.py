@@ -460,7 +460,8 @@ def _contents(cell: types.CellType) -> Any:
 def _slots(kind: type) -> Iterator[str]:
     named = vars(kind).get("__slots__", ())
     if kind.__module__.partition(".")[0] not in (*_CLOSED, "builtins"):
-        yield from [s for s in ([named] if isinstance(named, str) else named) if not s.startswith("__")]
+        names = [named] if isinstance(named, str) else named
+        yield from [name for name in names if not name.startswith("__")]
 
 
 def _is_data(value: Any) -> bool:

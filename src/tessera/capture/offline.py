@@ -103,7 +103,7 @@ def _asked_anew() -> Iterator[None]:
 def _interface(card: SimpleNamespace) -> Iterator[None]:
     from torch._dynamo import device_interface
 
-    said: dict[str, Callable[..., Any]] = {
+    methods: dict[str, Callable[..., Any]] = {
         "is_available": lambda: True,
         "exchange_device": lambda device: 0,
         "maybe_exchange_device": lambda device: 0,
@@ -113,7 +113,7 @@ def _interface(card: SimpleNamespace) -> Iterator[None]:
         "is_triton_capable": lambda device=None: True,
     }
     real = device_interface.get_interface_for_device("cuda")
-    interface = type("Interface", (real,), {name: staticmethod(says) for name, says in said.items()})
+    interface = type("Interface", (real,), {name: staticmethod(method) for name, method in methods.items()})
     table = device_interface.device_interfaces
     with unittest.mock.patch.dict(table, {n: interface for n in table if n.split(":")[0] == "cuda"}):
         yield

@@ -145,7 +145,9 @@ def _machine(device: str) -> Iterator[Run]:
 def _generators(state: Tensors, device: str, seed: int) -> dict[str, torch.Tensor]:
     if device == "fake":
         return {}
-    names = [f"{GENERATOR}cpu", *([f"{GENERATOR}{device}"] if device.startswith("cuda:") else [])]
+    names = [f"{GENERATOR}cpu"]
+    if device.startswith("cuda:"):
+        names.append(f"{GENERATOR}{device}")
     return {n: state[n].clone() if n in state else seeded_state(n, seed) for n in names}
 
 
@@ -198,8 +200,8 @@ def first_difference(one: Trace, other: Trace) -> tuple[int, str] | None:
 def _values(trace: Trace, launch: Launch) -> list[object]:
     def plain(arg: Arg) -> object:
         if isinstance(arg, View):
-            said = trace.buffers[arg.buffer].constant_hex
-            return f"a tensor of bytes {said[:32]}" if said else f"a tensor of shape {arg.shape}"
+            constant = trace.buffers[arg.buffer].constant_hex
+            return f"a tensor of bytes {constant[:32]}" if constant else f"a tensor of shape {arg.shape}"
         return [plain(item) for item in arg] if isinstance(arg, tuple) else arg
 
     return [plain(arg) for arg in (*launch.args, *(value for _, value in launch.kwargs))]

@@ -275,7 +275,8 @@ def _check_views(region: GraphRegion, args: Sequence[torch.Tensor], results: Seq
 def trace_step(
     workload: Workload, groups: Sequence[Tensors], mode: FakeTensorMode, portable: bool = True
 ) -> Traced:
-    tracer, (weights, inputs, state) = _Tracer(), groups
+    tracer = _Tracer()
+    weights, inputs, state = groups
     placed = [{name: tracer.take(name, t) for name, t in tensors.items()} for tensors in groups]
     held = _reparametrize_module(workload.module, _whole(workload.module, weights))
     attention = target_attention() if portable else contextlib.nullcontext()

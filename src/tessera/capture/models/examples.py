@@ -45,7 +45,8 @@ def _widest(special: list[int], count: int) -> tuple[int, int]:
 
 
 def example_inputs(model: Any, step: Step, seed: int, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    random, inputs = torch.Generator().manual_seed(seed), {}
+    random = torch.Generator().manual_seed(seed)
+    inputs = {}
     for name in names:
         if name not in MAKERS:
             raise CaptureError(f"nothing is known of its input '{name}'", REMEDY, step.model)
@@ -149,8 +150,8 @@ def read_inputs(file: str) -> dict[str, torch.Tensor]:
             raise CaptureError(f"is larger than {MAX_BYTES >> 30} GB", FILE_REMEDY, file)
         tensors = _read(path)
     except (OSError, ValueError, TypeError, RuntimeError, AttributeError) as error:
-        said = str(error).partition("\n")[0]
-        raise CaptureError(f"cannot be read: {said}", FILE_REMEDY, file) from error
+        reason = str(error).partition("\n")[0]
+        raise CaptureError(f"cannot be read: {reason}", FILE_REMEDY, file) from error
     if not tensors:
         raise CaptureError("holds no tensors", FILE_REMEDY, file)
     return tensors

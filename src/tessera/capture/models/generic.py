@@ -50,7 +50,8 @@ def newest(hidden: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
 
 
 def check_length(config: Any, step: Step) -> int:
-    capacity, most = step.context + step.reserve, getattr(config, "max_position_embeddings", None)
+    capacity = step.context + step.reserve
+    most = getattr(config, "max_position_embeddings", None)
     if most is not None and capacity > most:
         raise CaptureError(
             f"context {capacity} is beyond the {most} positions of {step.model}", f"Use at most {most}."
@@ -147,7 +148,8 @@ def forward(
     **arguments: Any,
 ) -> Any:
     """`pick` selects the hidden states for the head."""
-    prefix, positions = "decoder_" if is_pair else "", inputs.get("positions")
+    prefix = "decoder_" if is_pair else ""
+    positions = inputs.get("positions")
     if "rotary" in inputs:
         arguments |= {"inputs_embeds": embedded(model, inputs), "position_ids": inputs["rotary"]}
     else:
@@ -253,7 +255,8 @@ class CachedSteps:
         if self._cache not in CACHES[:2]:
             tries = tries[2:]
         errors = []
-        for has_rows, self._has_mask in tries:
+        for has_rows, has_mask in tries:
+            self._has_mask = has_mask
             try:
                 kind = RowPairCache if self._is_pair else RowCache
                 self._learn_with(kind(self._model.config, self._capacity) if has_rows else None)
@@ -261,9 +264,9 @@ class CachedSteps:
                 errors.append(error)
             else:
                 return
-        said = str(errors[0]).partition("\n")[0]
+        reason = str(errors[0]).partition("\n")[0]
         raise CaptureError(
-            f"the cache of a {self._config.model_type} cannot be followed: {said}",
+            f"the cache of a {self._config.model_type} cannot be followed: {reason}",
             "Capture --step call, or write a module:callable that returns a Workload.",
             self._step.model,
         ) from errors[0]

@@ -170,7 +170,8 @@ def _read(folder: Path) -> dict[str, Pair]:
 
 
 def _scale(config: Mapping[str, Any], path: str, rank: int, folder: Path) -> float:
-    patterns, alpha = config.get("alpha_pattern") or {}, None
+    patterns = config.get("alpha_pattern") or {}
+    alpha = None
     with suppress(re.error, AttributeError):
         alphas = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", path))
         alpha = next(alphas, config.get("lora_alpha", 8))

@@ -288,7 +288,8 @@ def _joined(tensors: Sequence[PackedWeight], dim: int = 0, *, is_new: bool = Fal
     if any("zeros" in p for p in parts):
         middle = MIDDLE.get(first.code.format, 0)
         parts = [{"zeros": torch.full_like(p["scales"], middle, dtype=torch.int8), **p} for p in parts]
-    join, code, order = (torch.stack if is_new else torch.cat), first.code, first.order
+    join = torch.stack if is_new else torch.cat
+    code, order = first.code, first.order
     if is_new and any(t.order is not None for t in tensors):
         same = torch.arange(first.shape[-1], device=first.device)
         order = torch.stack([same if t.order is None else t.order for t in tensors])

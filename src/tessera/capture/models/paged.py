@@ -133,7 +133,8 @@ def check_served(model: Any) -> None:
 def _find_layout(model: Any) -> StepLayout:
     check_served(model)
     _fix_frequencies(model)
-    selects, errors = _selects(model), []
+    selects = _selects(model)
+    errors = []
     for kind in (FLAT, SPLIT, ROWS, DENSE):
         try:
             layout = _try(model, kind, selects)
@@ -322,7 +323,8 @@ def _run(
 
 def _table(model: Any, kind: str, step: Step, inputs: Tensors, group: int) -> PageTables:
     slots, starts = (inputs[of_group(name, group)] for name in ("slots", "page_starts"))
-    pages, positions, seen, by_row = inputs["pages"], inputs["positions"], None, None
+    pages, positions = inputs["pages"], inputs["positions"]
+    seen = by_row = None
     if kind in GATHERED:
         if kind == SPLIT:
             places = torch.arange(len(positions), device=pages.device)
@@ -433,7 +435,7 @@ class PagedSteps:
         memory = generic.exchanged(self._layout.memory, held)
         tokens, newest = inputs["tokens"], state[NEWEST]
         tokens = torch.where(tokens < 0, newest[(-1 - tokens).clamp_min(0)], tokens)
-        inputs, layout = {**inputs, "tokens": tokens}, self._layout
+        layout, inputs = self._layout, {**inputs, "tokens": tokens}
         logits, after = _run(self._model, layout.kind, layout.selects, self._step, memory, inputs)
         for name, tensor in generic.tensors_of(after):
             if tensor is not held[name]:
@@ -502,7 +504,8 @@ def _example_parts(model: Any, step: Step, chance: Random) -> list[tuple[int, in
 def _make_inputs(
     model: Any, step: Step, kind: str, parts: Sequence[tuple[int, int]], seed: int, has_rows: bool
 ) -> dict[str, torch.Tensor]:
-    random, free = torch.Generator().manual_seed(seed), list(range(1, step.reserve // PAGE))
+    random = torch.Generator().manual_seed(seed)
+    free = list(range(1, step.reserve // PAGE))
     Random(seed).shuffle(free)
     used = sum(new for _, new in parts)
     words = make_tokens(model.config, (step.context,), random)

@@ -188,13 +188,16 @@ def _indexed(func: Any, source: Any, index: Any) -> Selected:
         return Selected.of(source.every[index], held, whole)
     if held is not None or len(rows) > 1 or (selected and not is_first):
         _refuse("an index")
-    # A number beyond the end is that of an expert that no row can choose.
-    indices = [
-        min(p.item(), size - 1) if isinstance(p, Selected) and p.rows is None else _plain(p)
-        for p, size in zip(places, (*source.shape, *places), strict=False)
-    ]
+    indices = tuple(map(_index, places, (*source.shape, *places)))
     number = None if selected else source.number
-    return Selected.of(_plain(source)[tuple(indices)], rows.pop() if rows else None, whole, number)
+    return Selected.of(_plain(source)[indices], rows.pop() if rows else None, whole, number)
+
+
+def _index(place: Any, size: Any) -> Any:
+    """A number beyond the end is that of an expert that no row can choose."""
+    if isinstance(place, Selected) and place.rows is None:
+        return min(place.item(), size - 1)
+    return _plain(place)
 
 
 def _added(func: Any, target: torch.Tensor, dim: int, index: Any, source: Any) -> torch.Tensor:

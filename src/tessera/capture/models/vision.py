@@ -88,7 +88,8 @@ class PictureSteps(CachedSteps):
         return {**inputs, "rotary": inputs["positions"].repeat(3, 1, 1)}
 
     def _own_inputs(self, seed: int) -> dict[str, torch.Tensor]:
-        step, num = self._step, self._step.context // 2 if self._step.kind == "prefill" else 0
+        step = self._step
+        num = step.context // 2 if step.kind == "prefill" else 0
         random = torch.Generator().manual_seed(seed)
         least = min(step.context, NUM_LEADING + num + 1)
         lengths = torch.randint(least, step.context + 1, (step.batch, 1), generator=random)
