@@ -69,15 +69,15 @@ def advise(
 class RatedCards:
     def __init__(self, load: RentedLoad, market: Market, have: tuple[str, ...], advance: Advance) -> None:
         self.load, self.market, self.have, self.advance = load, market, have, advance
-        listed = [gpu(name) for name in market.gpus] or list(known_gpus())
-        priced = [g for g in listed if market.prices_of(g)] or listed
+        gpus = [gpu(name) for name in market.gpus] or list(known_gpus())
+        priced = [g for g in gpus if market.prices_of(g)] or gpus
         answers = Load(load.prompt, load.output, tpot_ms=load.tpot_ms, ttft_ms=load.ttft_ms)
         demand = ModelLoad(
             load.model, answers, market.launches, market.search, market.memory_share,
             image_steps=load.output, worth=WORTH,
         )  # fmt: skip
         self.rater: Rater = rater_of(demand, _cluster([g.name for g in priced]), advance)
-        self.offers, self.skipped = self._offers(listed)
+        self.offers, self.skipped = self._offers(gpus)
 
     @cached_property
     def limit(self) -> Limit:
@@ -107,7 +107,7 @@ class RatedCards:
             usd_per_1k_requests=None if usd is None else usd / 3.6 / per_s,
         )
 
-    def _offers(self, listed: Sequence[Gpu]) -> tuple[list[Offer], dict[str, str]]:
+    def _offers(self, gpus: Sequence[Gpu]) -> tuple[list[Offer], dict[str, str]]:
         """GPUs that can be rented and can run the model; the others with the reason."""
         market = self.market
         providers = sorted({p for g in known_gpus() for p, _ in g.prices})
@@ -116,8 +116,8 @@ class RatedCards:
             raise TesseraError(message, f"Known: {', '.join(providers)}.", "--provider")
         views = (view for launch in self.rater.trace.launches for view in launch.outputs)
         uses_bf16 = any(view is not None and view.dtype == "bfloat16" for view in views)
-        reasons = {g.name: _unfit(g, market, uses_bf16) for g in listed}
-        offers = [Offer(g.name, g.vendor, market.prices_of(g)) for g in listed if not reasons[g.name]]
+        reasons = {g.name: _unfit(g, market, uses_bf16) for g in gpus}
+        offers = [Offer(g.name, g.vendor, market.prices_of(g)) for g in gpus if not reasons[g.name]]
         skipped = {name: reason for name, reason in reasons.items() if reason}
         if not offers:
             why = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:4])
@@ -173,19 +173,20 @@ def _use(cards: RatedCards) -> tuple[Advice, tuple[Planned, ...]]:
 
 def _next_cards(cards: RatedCards, there_per_s: float) -> tuple[Candidate, ...]:
     """A copy of the model on one more card of the same maker; what carries the rate cheapest comes first."""
-    needed, listed = cards.load.needed_per_s, []
+    needed = cards.load.needed_per_s
+    candidates = []
     offers = [offer for offer in cards.offers if offer.maker == gpu(cards.have[0]).vendor]
     for basket in baskets(offers, 1, cards.market.provider):
         option = cards.best_alone(basket.gpus[0])
         if option is not None:
             card = cards.candidate(basket, option)
-            listed.append(replace(card, is_enough=there_per_s + card.requests_per_s >= needed))
+            candidates.append(replace(card, is_enough=there_per_s + card.requests_per_s >= needed))
 
     def order(card: Candidate) -> tuple[bool, float]:
         is_wanted = card.is_enough and there_per_s < needed
         return not is_wanted, (card.usd_per_hour if is_wanted else card.usd_per_1k_requests) or 0.0
 
-    return tuple(sorted(listed, key=order)[:NUM_NEXT])
+    return tuple(sorted(candidates, key=order)[:NUM_NEXT])
 
 
 def _best_of_each(options: Iterable[Option]) -> dict[str, Option]:
@@ -221,7 +222,7 @@ class _Rent:
     num_left: int = 0
 
     @cached_property
-    def listed(self) -> list[Basket]:
+    def sets(self) -> list[Basket]:
         market = self.cards.market
         return baskets(self.cards.offers, market.max_devices, market.provider)
 
@@ -229,18 +230,18 @@ class _Rent:
         self._search()
         if not self.choices:
             raise self._shortfall()
-        listed, plans = zip(*sorted(self.choices, key=lambda x: x[0].usd_per_hour or 0.0), strict=True)
-        is_alone = len(listed) < NUM_ADVISED and self.num_left
+        candidates, plans = zip(*sorted(self.choices, key=lambda x: x[0].usd_per_hour or 0.0), strict=True)
+        is_alone = len(candidates) < NUM_ADVISED and self.num_left
         alone = "A runner-up was not planned, for lack of time." if is_alone else ""
         rater = self.cards.rater
         advice = Advice(
             load=self.cards.load,
-            candidates=(replace(listed[0], is_advised=True), *listed[1:]),
+            candidates=(replace(candidates[0], is_advised=True), *candidates[1:]),
             price_source=gpu(self.cards.offers[0].gpu).price_source,
             notes=tuple(note for note in (alone, rater.note) if note),
             is_compiled=rater.is_compiled,
             skipped=self.cards.skipped,
-            num_sets=len(self.listed),
+            num_sets=len(self.sets),
             num_planned=self.num_planned,
         )
         return advice, plans
@@ -249,7 +250,7 @@ class _Rent:
         """Plan sets from the cheapest on, until two carry the load."""
         cards, load = self.cards, self.cards.load
         began, last_s = time.perf_counter(), 0.0
-        for basket in self.listed:
+        for basket in self.sets:
             if len(self.choices) == NUM_ADVISED:
                 break
             if cards.limit.upper_bound_per_s(basket.gpus) < load.needed_per_s:
@@ -296,7 +297,7 @@ class _Rent:
         rate = f"{digits(load.needed_per_s)} {load.unit}/s"
         what = f"no set of up to {cards.market.max_devices} of these GPUs carries {rate}"
         remedy = "Raise --max-devices, or lower the rate or the margin."
-        limit, name = max((cards.limit.per_s(b.gpus), str(b)) for b in self.listed[-64:])
+        limit, name = max((cards.limit.per_s(b.gpus), str(b)) for b in self.sets[-64:])
         if limit < load.needed_per_s:
             message = f"{what}: even with free transfers {name} carries {digits(limit)}"
             return PlanInfeasible(message, remedy)
@@ -314,6 +315,6 @@ class _Rent:
         return PlanInfeasible(f"{what}: the model does not fit", "Raise --max-devices, or allow larger GPUs.")
 
     def _fastest(self) -> Option | None:
-        alone = [b for b in self.listed if len(b.gpus) == 1]
+        alone = [b for b in self.sets if len(b.gpus) == 1]
         options = (self.cards.rater.fastest(self.cards.market.cluster(b)) for b in alone)
         return min((o for o in options if o is not None), key=lambda o: o.tpot_ms, default=None)

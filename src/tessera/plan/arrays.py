@@ -189,8 +189,8 @@ def holdings_of(unit: ir.WorkUnit, node_of: tuple[Ints, ...], kind: ir.BufferKin
             names.append(f"{name} from {below}" if below else name)
             sizes.append(size - below)
             below = size
-    listed = np.array(pins, dtype=np.int64).reshape(-1, 2)
-    return Holdings(np.array(sizes, dtype=np.float64), listed[:, 0].copy(), listed[:, 1].copy(), tuple(names))
+    rows = np.array(pins, dtype=np.int64).reshape(-1, 2)
+    return Holdings(np.array(sizes, dtype=np.float64), rows[:, 0].copy(), rows[:, 1].copy(), tuple(names))
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,14 +235,14 @@ def temporaries_of(graph: ir.Graph, node_of: Ints) -> Temporaries:
         for access in x.accesses
         if counted[access.buffer]
     ]
-    listed = np.array(touches, dtype=np.int64).reshape(-1, 2)
+    rows = np.array(touches, dtype=np.int64).reshape(-1, 2)
     return Temporaries(
         node_of,
         np.array([b.size_bytes for b in buffers], dtype=np.float64),
         np.array([b.kind is ir.BufferKind.INPUT for b in buffers], dtype=np.bool_),
         np.array([b.kind is ir.BufferKind.OUTPUT for b in buffers], dtype=np.bool_),
-        listed[:, 1].copy(),
-        listed[:, 0].copy(),
+        rows[:, 1].copy(),
+        rows[:, 0].copy(),
     )
 
 
@@ -253,8 +253,8 @@ def check(unit: ir.WorkUnit, costs: tuple[ir.Costs, ...], cluster: ir.Cluster) -
         raise PlanInfeasible("the work unit has no launches", "Capture a step that launches a kernel.")
     if len(costs) != len(unit.graphs):
         raise MismatchError(f"{len(unit.graphs)} steps but {len(costs)} price lists", "Give one per step.")
-    for step, (graph, listed) in enumerate(zip(unit.graphs, costs, strict=True)):
-        _check_costs(f"costs of step {step} ({graph.trace.step.kind})", graph.trace, listed, cluster)
+    for step, (graph, priced) in enumerate(zip(unit.graphs, costs, strict=True)):
+        _check_costs(f"costs of step {step} ({graph.trace.step.kind})", graph.trace, priced, cluster)
 
 
 def _check_costs(place: str, trace: ir.Trace, costs: ir.Costs, cluster: ir.Cluster) -> None:

@@ -200,9 +200,9 @@ class BatchSearch:
     def _coarse_options(self, rounds: Sequence[Sequence[float]]) -> list[Option]:
         for depth in sorted({depth for _, depth in self._plans}):
             self.advance(f"comparing with coarser policies, {depth} microbatches in flight")
-            tried = [batch for batch, at in self._plans if at == depth]
-            for name in dict.fromkeys(name for batch in tried for name in self._coarse_at(depth, batch)):
-                start = max(tried, key=partial(self._coarse_merit, name, depth))
+            batches = [batch for batch, at in self._plans if at == depth]
+            for name in dict.fromkeys(name for batch in batches for name in self._coarse_at(depth, batch)):
+                start = max(batches, key=partial(self._coarse_merit, name, depth))
                 best_batch(partial(self._coarse_merit, name, depth), (start,), rounds)
         best: dict[str, Option] = {}
         for option in (option for options in self._coarse.values() for option in options.values()):
@@ -302,20 +302,20 @@ class BatchSearch:
         return (ms - first_ms) / runs, first_ms
 
 
-def together(listed: Sequence[Option]) -> Option:
+def together(options: Sequence[Option]) -> Option:
     """Rates, rents and powers of separate devices add up."""
-    rents = [o.usd_per_hour for o in listed if o.usd_per_hour is not None]
-    watts = [o.joules_per_token * o.tokens_per_s for o in listed if o.joules_per_token is not None]
-    tokens_per_s = sum(o.tokens_per_s for o in listed)
+    rents = [o.usd_per_hour for o in options if o.usd_per_hour is not None]
+    watts = [o.joules_per_token * o.tokens_per_s for o in options if o.joules_per_token is not None]
+    tokens_per_s = sum(o.tokens_per_s for o in options)
     return Option(
         "data-parallel",
         tokens_per_s,
-        max(o.tpot_ms for o in listed),
-        max(o.ttft_ms for o in listed),
-        {name: batch for o in listed for name, batch in o.batch.items()},
-        sum(o.microbatches for o in listed),
-        sum(rents) if len(rents) == len(listed) else None,
-        sum(watts) / tokens_per_s if len(watts) == len(listed) else None,
+        max(o.tpot_ms for o in options),
+        max(o.ttft_ms for o in options),
+        {name: batch for o in options for name, batch in o.batch.items()},
+        sum(o.microbatches for o in options),
+        sum(rents) if len(rents) == len(options) else None,
+        sum(watts) / tokens_per_s if len(watts) == len(options) else None,
     )
 
 

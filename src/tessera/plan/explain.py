@@ -183,8 +183,8 @@ def _launches(problem: Problem) -> dict[tuple[str, str], list[tuple[int, int]]]:
 def _nodes(problem: Problem) -> dict[tuple[str, str], Labels]:
     """(kernel, scope) -> nodes, heaviest first."""
     node_of, launches = problem.node_of, _launches(problem)
-    listed = {key: np.unique([node_of[step][n] for step, n in at]) for key, at in launches.items()}
-    return dict(sorted(listed.items(), key=lambda x: -float(problem.load_us[x[1]].max(axis=1).sum())))
+    nodes = {key: np.unique([node_of[step][n] for step, n in at]) for key, at in launches.items()}
+    return dict(sorted(nodes.items(), key=lambda x: -float(problem.load_us[x[1]].max(axis=1).sum())))
 
 
 def _kind_of(scope: str) -> str:
@@ -259,8 +259,8 @@ def _remarks(plan: ir.Plan) -> Iterator[str]:
         loss = f"{plan.rounding_loss:.2%} of the rate (simulated)"
         yield f"Microbatches that follow each lane: {held}; rounding to whole ones costs {loss}."
     if plan.by_microbatches:
-        listed = ", ".join(f"{n}: {rate / plan.simulated_per_s:.2f}x" for n, rate in plan.by_microbatches)
-        yield f"With other numbers of requests in flight (simulated): {listed}."
+        rates = ", ".join(f"{n}: {rate / plan.simulated_per_s:.2f}x" for n, rate in plan.by_microbatches)
+        yield f"With other numbers of requests in flight (simulated): {rates}."
     if plan.max_microbatches is not None:
         yield f"Memory holds up to {plural(plan.max_microbatches, 'request')} in flight."
     if plan.robust is not None:

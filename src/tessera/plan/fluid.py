@@ -299,19 +299,19 @@ class FluidModel:
         """A group per device; for each time per token of some device, the best groups within it."""
         each = {kind: list(self._alone(kind[0], policy)) for kind in self.kinds}
         if policy == SINGLE:
-            for listed in each.values():
-                for group, per_s, tpot_ms, ttft_ms in listed:
+            for options in each.values():
+                for group, per_s, tpot_ms, ttft_ms in options:
                     yield self._draft(policy, [group], per_s, tpot_ms, ttft_ms)
             return
         if sum(map(len, self.kinds)) < 2:
             return
-        rows = [row for listed in each.values() for row in listed]
+        rows = [row for options in each.values() for row in options]
         firsts = sorted({row[3] for row in rows}) if self.load.ttft_ms is not None else [math.inf]
         for limit, first in product(sorted({row[2] for row in rows}), firsts):
             groups: list[GroupDraft] = []
             per_s = tpot_ms = ttft_ms = 0.0
-            for kind, listed in each.items():
-                within = [row for row in listed if row[2] <= limit and row[3] <= first]
+            for kind, options in each.items():
+                within = [row for row in options if row[2] <= limit and row[3] <= first]
                 if not within:
                     break
                 group, rate, tpot, ttft = max(within, key=lambda row: row[1])
@@ -606,16 +606,16 @@ def _filled_us(fixed: Floats, us: Floats, caps: Floats, busy: float) -> Iterator
 
 def _combinations(seats: Sequence[Sequence[_Seat]]) -> Iterator[tuple[_Seat, ...]]:
     """A seat per kind: for each limit of plain step time, those with the most sequences within it."""
-    limits = sorted({seat.plain_us for listed in seats for seat in listed})
+    limits = sorted({seat.plain_us for options in seats for seat in options})
     seen = set()
     for limit in limits:
         alike = []
-        for listed in seats:
-            within = [seat for seat in listed if seat.plain_us <= limit]
+        for options in seats:
+            within = [seat for seat in options if seat.plain_us <= limit]
             most = within[-1].group.sequences if within else 0
             alike.append([seat for seat in within if seat.group.sequences == most])
         for number in range(max(map(len, alike))) if all(alike) else ():
-            chosen = tuple(listed[min(number, len(listed) - 1)] for listed in alike)
+            chosen = tuple(options[min(number, len(options) - 1)] for options in alike)
             if (key := tuple(map(id, chosen))) not in seen:
                 seen.add(key)
                 yield chosen

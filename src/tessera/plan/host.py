@@ -47,9 +47,9 @@ def host_placements(problem: Problem, microbatches: int, is_fetching: bool = Fal
     if is_fetching:
         return [moves.placement(*all_fetched)]
     shares = [0.0, *(part * moves.balanced for part in TRIED)] if moves.missing else [0.0]
-    tried = [*((moves.needed(share), share) for share in shares), all_fetched]
-    fitting = [each for each in tried if moves.excess(*each).max() <= 0]
-    return list(dict.fromkeys(moves.placement(*each) for each in fitting or tried[:1]))
+    candidates = [*((moves.needed(share), share) for share in shares), all_fetched]
+    fitting = [each for each in candidates if moves.excess(*each).max() <= 0]
+    return list(dict.fromkeys(moves.placement(*each) for each in fitting or candidates[:1]))
 
 
 class _Moves:
@@ -141,10 +141,10 @@ def _too_large(problem: Problem, labels: Labels, excess: Floats) -> PlanInfeasib
         reader = "" if launch is None else f"{trace.kernel_of(launch).name} of "
         largest.append(f"{reader}{weights.names[item]} {units.size(weights.num_bytes[item])}")
     size = problem.memory_bytes[device]
-    listed = ", ".join(largest) or "none, only state and temporaries"
+    weights_text = ", ".join(largest) or "none, only state and temporaries"
     return PlanInfeasible(
         f"{problem.cluster.devices[device].name} would hold {units.size(size + excess[device])} and has "
-        f"{units.size(size)}; its largest weights: {listed}"
+        f"{units.size(size)}; its largest weights: {weights_text}"
     )
 
 

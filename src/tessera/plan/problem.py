@@ -251,9 +251,9 @@ class Problem:
         return self.allowed is None or bool(self.allowed[np.arange(len(labels)), labels].all())
 
     def fits(self, columns: Iterable[Column], microbatches: int | Sequence[int]) -> bool:
-        listed = list(columns)
-        return all(self.is_allowed(c.labels) for c in listed) and bool(
-            (self.excess_bytes(listed, microbatches) <= 0).all()
+        candidates = list(columns)
+        return all(self.is_allowed(c.labels) for c in candidates) and bool(
+            (self.excess_bytes(candidates, microbatches) <= 0).all()
         )
 
 

@@ -68,22 +68,22 @@ def plan_service(
             names = [policy for policy in policies if figures[policy] >= BEHIND * max(figures.values())]
         for policy in names:
             advance(f"rehearsing {policy}")
-            tried = _tried(fluid, policy, make, rehearse, most)
-            most = max([most, *(r.expected.tokens_per_s for r in tried if r.is_within)])
-            listed = [*([best[policy]] if policy in best else []), *tried]
-            if listed:
-                best[policy] = max(listed, key=lambda r: (r.is_within, figure(r)))
+            rehearsals = _rehearsals(fluid, policy, make, rehearse, most)
+            most = max([most, *(r.expected.tokens_per_s for r in rehearsals if r.is_within)])
+            candidates = [*([best[policy]] if policy in best else []), *rehearsals]
+            if candidates:
+                best[policy] = max(candidates, key=lambda r: (r.is_within, figure(r)))
     fetching: list[Rehearsed] = []
     # A baseline whatever the limits are, and one more placement by kernels.
     if is_strict and fluids[0].is_short:
         free = replace(fluids[0], load=replace(fluids[0].load, tpot_ms=None, ttft_ms=None))
         kernel_level = DIVIDED[-1]
-        fetching = sorted(_tried(free, FETCH, make, rehearse, 0.0), key=figure)[-1:]
+        fetching = sorted(_rehearsals(free, FETCH, make, rehearse, 0.0), key=figure)[-1:]
         for fetched in fetching if kernel_level in policies else ():
             is_within = fetched.expected.is_within(fluids[0].load)
             by_kernels = Rehearsed(replace(fetched.plan, policy=kernel_level), fetched.expected, is_within)
-            listed = [by_kernels, *([best[kernel_level]] if kernel_level in best else [])]
-            best[kernel_level] = max(listed, key=lambda r: (r.is_within, figure(r)))
+            candidates = [by_kernels, *([best[kernel_level]] if kernel_level in best else [])]
+            best[kernel_level] = max(candidates, key=lambda r: (r.is_within, figure(r)))
     within = {policy: rehearsed for policy, rehearsed in best.items() if rehearsed.is_within}
     if not within and (is_strict or not best):
         raise _refusal(fluids[0], list(best.values()), policies)
@@ -161,24 +161,24 @@ def option_of(rival: Rival, cluster: Cluster) -> Option:
     )
 
 
-def _tried(
+def _rehearsals(
     fluid: FluidModel, policy: str, make: MakePlan, rehearse: Rehearse, most: float
 ) -> list[Rehearsed]:
-    tried: list[Rehearsed] = []
+    rehearsals: list[Rehearsed] = []
     drafted_plans = DraftedPlans(fluid, policy, make)
     slack, best = 1.0, 0.0
     # A quick plan tries more while nothing keeps to the limits.
     missing = FLUID if fluid.is_strict else fluid.config
-    while len(tried) < (fluid.config if best or most else missing).num_rehearsed:
+    while len(rehearsals) < (fluid.config if best or most else missing).num_rehearsed:
         next_draft = drafted_plans.best(slack, max(BEHIND * most, (1.0 + TIE) * best) if best else 0.0)
         if next_draft is None:
             break
         draft, plan = next_draft
         expected = _rehearsed(plan, fluid.load, rehearse)
-        tried.append(Rehearsed(plan, expected, expected.is_within(fluid.load)))
-        best = max((r.expected.tokens_per_s for r in tried if r.is_within), default=0.0)
+        rehearsals.append(Rehearsed(plan, expected, expected.is_within(fluid.load)))
+        best = max((r.expected.tokens_per_s for r in rehearsals if r.is_within), default=0.0)
         slack = _slack(fluid.load, draft, expected, slack)
-    return tried
+    return rehearsals
 
 
 @dataclass(frozen=True, eq=False)

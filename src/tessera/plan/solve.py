@@ -118,18 +118,18 @@ def place(
     if planner == FETCH and not has_host(problem):
         raise PlanInfeasible("weights are fetched to one GPU beside CPUs only")
     if planner in (SINGLE_PLACEMENT, FETCH) and has_host(problem):
-        tried = host_placements(problem, microbatches, planner == FETCH)
-        if len(tried) == 1 or rate is None:
-            return tried[0]
-        rates = [rate(lane_plan(unit, costs, cluster, x, microbatches, "")) for x in tried]
-        return tried[0 if FETCH_GAIN * rates[0] >= max(rates) else rates.index(max(rates))]
+        candidates = host_placements(problem, microbatches, planner == FETCH)
+        if len(candidates) == 1 or rate is None:
+            return candidates[0]
+        rates = [rate(lane_plan(unit, costs, cluster, x, microbatches, "")) for x in candidates]
+        return candidates[0 if FETCH_GAIN * rates[0] >= max(rates) else rates.index(max(rates))]
 
     fewest = 1 if memory_share is None else microbatches
     task = Task(problem, microbatches, is_served=True, policy=planner, config=config, fewest=fewest)
 
     def placements_by(names: Sequence[str]) -> list[ir.Placement]:
-        listed = [[m for m in planner_named(x)(task) or () if len(m.columns) == 1] for x in names]
-        best = [max(mixes, key=task.upper_bound_per_s) for mixes in listed if mixes]
+        options = [[m for m in planner_named(x)(task) or () if len(m.columns) == 1] for x in names]
+        best = [max(mixes, key=task.upper_bound_per_s) for mixes in options if mixes]
         return [task.draft(mix).lanes[0].placement for mix in best]
 
     is_judged = planner == SINGLE_PLACEMENT and rate is not None

@@ -90,8 +90,8 @@ def _bursty(numbers: Sequence[float], num: int | None, seed: int) -> Floats:
     is_burst, start = bool(random.random() < share), 0.0
     while len(times) < (num or DEFAULT_NUM):
         stop = start + random.exponential(stays[is_burst])
-        many = int(random.poisson(rates[is_burst] * (stop - start)))
-        times += np.sort(random.uniform(start, stop, many)).tolist()
+        size = int(random.poisson(rates[is_burst] * (stop - start)))
+        times += np.sort(random.uniform(start, stop, size)).tolist()
         is_burst, start = not is_burst, stop
     return np.array(times[: num or DEFAULT_NUM])
 

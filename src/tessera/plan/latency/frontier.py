@@ -1,10 +1,11 @@
 """Placement of one step, launch by launch, with a Pareto front of schedules.
 
 A row is a partial schedule (columns: see `layout`). A row that is no earlier than another in any column is
-dropped, as is one that provably ends no sooner than a known placement. This is exact while the front stays
-within its width. Beyond it, `search` keeps the most promising rows; `bound_us` merges similar rows, with the
-earliest time per column, and returns a lower bound. `joined` joins steps by shared state: the longest step is
-placed first or last, the others pay for moving state. Arrays of rows are [column, device, row].
+dropped, as is one that provably ends no sooner than the best placement so far. This is exact while the front
+stays within its width. Beyond it, `search` keeps the most promising rows; `bound_us` merges similar rows,
+with the earliest time per column, and returns a lower bound. `joined` joins steps by shared state: the
+longest step is placed first or last, the others pay for moving state. Arrays of rows are [column, device,
+row].
 """
 
 from dataclasses import dataclass
@@ -44,13 +45,13 @@ def course_of(layout: Layout, migration_us: Floats | None = None, fixed: Ints | 
     return Course(layout, cost, added, tails_of(layout.items, cost)[:, :, None])
 
 
-def search(course: Course, width: int, known_us: float) -> tuple[Ints, float] | None:
+def search(course: Course, width: int, best_us: float) -> tuple[Ints, float] | None:
     """Devices of a faster placement, and its end."""
     rows = _first(course)
     trail: list[tuple[Ints, Ints]] = []
     for launch in range(len(course.layout.moves) - 1):
         rows, parent, device = _advance(course, launch, rows)
-        keep = _kept(rows, _ends(course, launch, rows), known_us)[:width]
+        keep = _kept(rows, _ends(course, launch, rows), best_us)[:width]
         if not len(keep):
             return None
         rows = rows.take(keep, axis=2)
@@ -65,21 +66,21 @@ def search(course: Course, width: int, known_us: float) -> tuple[Ints, float] | 
     return np.array(devices[::-1], dtype=np.int64), end_us
 
 
-def bound_us(course: Course, width: int, known_us: float) -> float:
+def bound_us(course: Course, width: int, best_us: float) -> float:
     rows = _first(course)
     proved = 0.0
     for launch in range(len(course.layout.moves) - 1):
         rows, _, _ = _advance(course, launch, rows)
         ends = _ends(course, launch, rows)
-        keep = _kept(rows, ends, known_us)
+        keep = _kept(rows, ends, best_us)
         if not len(keep):
-            return known_us * (1.0 - ROUNDING)
+            return best_us * (1.0 - ROUNDING)
         rows = rows.take(keep, axis=2)
         proved = max(proved, float(ends[keep[0]]))
         if len(keep) > width:
             rows = _merged(rows, ends[keep], width)
     proved = max(proved, float(_last(course, rows).min()))
-    return min(known_us, proved) * (1.0 - ROUNDING)
+    return min(best_us, proved) * (1.0 - ROUNDING)
 
 
 def _first(course: Course) -> Floats:
@@ -124,9 +125,9 @@ def _ends(course: Course, launch: int, rows: Floats) -> Floats:
     return np.asarray(after.min(axis=1).max(axis=0))
 
 
-def _kept(rows: Floats, ends: Floats, known_us: float) -> Ints:
-    """May beat the known placement; most promising first."""
-    keep = np.flatnonzero(ends < known_us * (1.0 - ROUNDING / 2))
+def _kept(rows: Floats, ends: Floats, best_us: float) -> Ints:
+    """Rows that may end before `best_us`; most promising first."""
+    keep = np.flatnonzero(ends < best_us * (1.0 - ROUNDING / 2))
     if len(keep) < 2:
         return keep
     flat = rows.reshape(-1, rows.shape[2]).take(keep, axis=1)
@@ -174,12 +175,12 @@ class StepBest:
     devices: Ints | None
 
 
-def best_of_step(layout: Layout, known_us: float, config: SearchConfig) -> StepBest:
+def best_of_step(layout: Layout, best_us: float, config: SearchConfig) -> StepBest:
     if not layout.num_launches:
         return StepBest(0.0, 0.0, 0, np.zeros(0, dtype=np.int64))
     course = course_of(layout)
     devices: Ints | None = None
-    us = known_us
+    us = best_us
     bound, width = course.least_us * (1 - ROUNDING), 0
     while bound < us * (1 - config.met):
         is_far = bound < us * (1 - config.far)

@@ -141,8 +141,8 @@ def _moves(items: Sequence[Sequence[Item]]) -> Iterator[Move]:
         columns = [(), *keys]
 
 
-def _indices(listed: Iterable[int]) -> Ints:
-    return np.fromiter(listed, dtype=np.int64)
+def _indices(numbers: Iterable[int]) -> Ints:
+    return np.fromiter(numbers, dtype=np.int64)
 
 
 def _raised(launch: int, keys: Iterable[tuple[int, ...]], above: Sequence[int], rest: int) -> Iterator[int]:

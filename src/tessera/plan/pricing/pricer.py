@@ -183,10 +183,10 @@ class Pricer:
         for _ in range(self.config.max_sweeps):
             before = cost
             for pair in pairs:
-                tried, _ = self.swapped(best, choices, pair)
-                tried_cost = choices.cost(prob, tried)
-                if tried_cost < cost:
-                    best, cost = tried, tried_cost
+                labels, _ = self.swapped(best, choices, pair)
+                labels_cost = choices.cost(prob, labels)
+                if labels_cost < cost:
+                    best, cost = labels, labels_cost
             if cost >= before * (1 - 1e-9):
                 break
         return best

@@ -35,7 +35,7 @@ class Sampler:
             for i in range(len(g.trace.launches))
         ]
         us = np.concatenate([x * count for x, count in zip(prob.cost_us, prob.unit.counts, strict=True)])
-        errors = [[c.rel_error for c in row] for listed in prob.costs for row in listed.costs]
+        errors = [[c.rel_error for c in row] for priced in prob.costs for row in priced.costs]
         nodes, error = np.concatenate(prob.node_of), np.array(errors, dtype=np.float64)
         return np.array(kernel, dtype=np.int64), nodes, us, error
 
