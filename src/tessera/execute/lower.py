@@ -362,7 +362,8 @@ class _Checker:
             for buffer, at in self._program.homes
         ]
         for rule, buffer, device, what in (*outputs, *states):
-            if self._held[device].get(buffer) != last.get(buffer, GIVEN):
+            is_empty = not trace.buffers[buffer].size_bytes
+            if not is_empty and self._held[device].get(buffer) != last.get(buffer, GIVEN):
                 raise self._broken(f"{rule} in its last version when the step ends", device, what)
 
     def _broken(self, rule: str, device: int, what: str) -> RuleBroken:

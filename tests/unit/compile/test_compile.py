@@ -393,3 +393,11 @@ def test_the_entry_point_names_the_backend() -> None:
         pytest.skip("the package was installed before it had this entry point")
 
     assert next(iter(found)).load() is backend
+
+
+def test_a_result_of_no_bytes_is_given_back() -> None:
+    """No launch writes it, and no device has to hold it."""
+    x = torch.ones(0, 3)
+    doubled, total = compiled(lambda x: (x * 2, x.sum()), ONE)(x)
+
+    assert ((0, 3), 0.0) == (tuple(doubled.shape), float(total))
