@@ -196,10 +196,8 @@ class Hub:
         is_given_up = self.max_failures is not None and member.failures >= self.max_failures
         retry_s = None if is_given_up else pause_s(member.failures)
         is_absent = member.started_s == float("inf")  # its worker is welcome whenever it connects
-        if retry_s is None:
-            member.due_s = None
-        else:
-            member.due_s = now if is_absent else now + retry_s
+        due_s = now if is_absent else now + pause_s(member.failures)
+        member.due_s = None if is_given_up else due_s
         self._start_due()
         return LostWorker(how, member.failures, retry_s)
 
@@ -297,14 +295,13 @@ class Hub:
             if shared is not None:
                 shared.fill_(-1)
             epochs = tuple(m.epoch for m in self._members)
-            epoch = epochs[device]
             # A routing id must not begin with a zero byte.
             name = b"w" + secrets.token_bytes(NAME_BYTES)
-            setup = replace(self.setups[device], epoch=epoch, epochs=epochs, name=name)
+            setup = replace(self.setups[device], epoch=member.epoch, epochs=epochs, name=name)
             member.state, member.due_s, member.started_s = "starting", None, now
             member.setup, member.ask_s = setup, now + ABSENT_S
             if device in self._local:
-                self._expected[setup.name] = (device, epoch)
+                self._expected[setup.name] = (device, member.epoch)
                 self._thread(self._try_start, device, setup)
         self._assign()
 

@@ -206,8 +206,7 @@ def check_alike(plans: Sequence[Plan]) -> None:
 
 def _state_buffers(plan: Plan, lane: Lane) -> tuple[PageBuffers, PageBuffers]:
     """Paged state, and state by row; raises MismatchError for other state."""
-    pages: dict[str, PageBuffer] = {}
-    rows: dict[str, PageBuffer] = {}
+    pages, rows = dict[str, PageBuffer](), dict[str, PageBuffer]()
     for graph, place in zip(plan.graphs, lane.placement.devices, strict=True):
         step = graph.trace.step
         for index, device in homes_of(graph, place):

@@ -393,8 +393,7 @@ class PlacedMemory(Memory):
 class ProgramMemory:
     program: ir.Program
     memory: PlacedMemory
-    # Inputs and state, by name.
-    buffers: dict[str, int]
+    buffers: dict[str, int]  # inputs and state, by name
     outputs: dict[str, ir.View]
     state: dict[str, torch.Tensor]
     until_wait_us: Sequence[float]

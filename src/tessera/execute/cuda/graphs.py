@@ -201,13 +201,12 @@ class DeviceGraphs:
 
     def _capture(self, room: MicrobatchBuffers, number: int) -> ShareGraph:
         program = self._programs[number]
-        step = program.step
         base = self._base(room, program)
         slots = self.state.slots(room.number, program)
         if self.transport is not None:
             self.transport.meet(number)
-        share = (program, number, self.traces[step], room, base, slots, self.launchers[step])
-        flags = (self._is_short(step), number in self._rehearsed)
+        share = (program, number, self.traces[program.step], room, base, slots, self.launchers[program.step])
+        flags = (self._is_short(program.step), number in self._rehearsed)
         graph = ShareGraph(*share, self.device, self.transport, self.clockwork, *flags)
         self._rehearsed.add(number)
         return graph
@@ -318,8 +317,7 @@ class DeviceGraphs:
                     pages[program.home, state.name] = state.size_bytes
         allocated = {key[1:] for key in self.state.by_microbatch} | {slots for _, slots in self.state.rings}
         inbox = self.transport.new_bytes(new, self.traces) if self.transport is not None else 0
-        each = sum(size for key, size in sizes.items() if key not in allocated)
-        each += inbox // self.num_microbatches
+        each = sum(n for key, n in sizes.items() if key not in allocated) + inbox // self.num_microbatches
         size, num = sum(weights.values()), self.num_microbatches
         footprint = Footprint(self.device.record.name, size, each, num, num * each, sum(pages.values()))
         check_memory(footprint, torch.cuda.mem_get_info(card)[0], " that are free")
