@@ -312,6 +312,15 @@ def test_only_json_is_read(client: Any) -> None:
     error_of(answer)
 
 
+@pytest.mark.parametrize("prompt", [[1, -2], [[1], [2, -2]]])
+def test_a_negative_token_of_a_prompt_is_named(client: Any, prompt: Any) -> None:
+    """A padding id that was left in is found at once."""
+    answer = client.post("/v1/completions", json={"prompt": prompt})
+
+    assert answer.status_code == 400
+    assert "token -2 is negative" in error_of(answer)["message"]
+
+
 @pytest.mark.parametrize(("coding", "status"), [("gzip", 415), ("br", 415), ("identity", 200)])
 def test_a_compressed_body_is_refused_by_its_header(client: Any, coding: str, status: int) -> None:
     """The header may also lie: a plain body under it is not what the client says."""

@@ -62,8 +62,10 @@ MISSING = re.compile(r"missing required field `(\w+)`")
 
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
+# Ids in a prompt are compared with the vocabulary, where a refusal can name them.
+AnyId = Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)]
 # Texts, token ids, or lists of token ids: `apart` refuses a mixture.
-Prompts = str | list[str | TokenId | list[TokenId]]
+Prompts = str | list[str | AnyId | list[AnyId]]
 # JSON has texts as keys only.
 TokenKey = Annotated[str, Meta(pattern="^[0-9]{1,18}$")]
 ToolName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]

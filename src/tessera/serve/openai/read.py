@@ -158,6 +158,8 @@ def _tokens(prompt: str | list[int], card: ModelCard, field: str) -> tuple[int, 
 
 
 def _check_ids(tokens: Sequence[int], card: ModelCard, field: str) -> None:
+    if (wrong := min(tokens, default=0)) < 0:
+        raise bodies.invalid(field, f"token {wrong} is negative; token ids begin at 0")
     if (wrong := max(tokens, default=0)) >= card.vocab_size:
         raise bodies.invalid(field, f"token {wrong} is not below the vocabulary size {card.vocab_size}")
 
