@@ -11,6 +11,7 @@ first; `is_mild` keeps such integers.
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Self
 
 import torch
@@ -109,9 +110,18 @@ class Workload:
         return replace(self, make_state=make_state)
 
 
+def move(module: torch.nn.Module, device: str | torch.device) -> None:
+    """Leaves a module alone that is there: packed weights cannot be moved while anything refers to them
+    weakly, as the memory of a fake mode does.
+    """
+    place = torch.empty(0, device=device).device
+    if any(tensor.device != place for tensor in chain(module.parameters(), module.buffers())):
+        module.to(place)
+
+
 def on_device(workload: Workload, device: str) -> Workload:
     """The workload on a device; its module itself is moved."""
-    workload.module.to(device)
+    move(workload.module, device)
 
     def moved(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: tensor.to(device) for name, tensor in tensors.items()}

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from tessera.capture import Workload, build, record
 from tessera.capture.models import checkpoint
 from tessera.capture.models.packed import PackedWeight, packing_of
 from tessera.capture.record import record_step
+from tessera.capture.workload import on_device
 from tessera.errors import CaptureError
 from tessera.execute.reference import Replay, same_bits
 from tessera.ir import Step
@@ -322,3 +324,15 @@ def test_scales_of_exponents_are_numbers(written: Folders, tmp_path: Path) -> No
     weights = build(Step(str(tmp_path), "call", 1, 4)).weights()
 
     assert {torch.float32} == {t.dtype for n, t in weights.items() if n.endswith(".scales")}
+
+
+def test_packed_weights_stay_on_their_device(written: Folders) -> None:
+    """Torch moves no wrapping tensor while the memory of a fake mode refers to it."""
+    workload = build(Step(str(written("gptq", "llama").folder), "call", 1, 4))
+    weights = dict(workload.module.named_parameters())
+    references = [weakref.ref(weight) for weight in weights.values()]
+
+    moved = dict(on_device(workload, "cpu").module.named_parameters())
+
+    assert references
+    assert all(moved[name] is weight for name, weight in weights.items())

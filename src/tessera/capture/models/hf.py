@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tessera.capture.models import checkpoint
 from tessera.capture.models.packed import PACKINGS, Packing, Unread, packed_tensors, packing_of, put_packed
-from tessera.capture.workload import Workload
+from tessera.capture.workload import Workload, move
 from tessera.errors import CaptureError, UnknownName, extra_module
 from tessera.ir import Step
 from tessera.kernels.paged import by_formula
@@ -127,7 +127,9 @@ def _is_about_the_model(record: logging.LogRecord) -> bool:
 
 
 def _workload(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) -> Workload:
-    model = _moved(_model(config, step, dtype, folder))
+    model = _model(config, step, dtype, folder)
+    if torch.get_default_device().type == "cuda" and checkpoint.has_values():
+        move(model, torch.get_default_device())  # joined products, adapters and the layout are made there
     if step.joined_products:
         from tessera.capture.models.generic import call_on_fakes
         from tessera.capture.models.joined import join_products
@@ -137,13 +139,7 @@ def _workload(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) 
         from tessera.capture.models.lora import add_adapters
 
         add_adapters(model, step.adapters)
-    return _maker(config, step)(_moved(model), step)
-
-
-def _moved(model: Any) -> Any:
-    """On the default device, before the layout of a served step is found by running the model."""
-    device = torch.get_default_device()
-    return model.to(device) if device.type == "cuda" and checkpoint.has_values() else model
+    return _maker(config, step)(model, step)
 
 
 def _maker(config: Any, step: Step) -> Callable[[Any, Step], Workload]:
