@@ -111,7 +111,7 @@ class Runs:
             return False
         lane, setup = opened.lane, self.hub.setups[0]
         if setup.transport in (HOST, SHM) and any(d.kind is DeviceKind.CUDA for d in setup.cluster.devices):
-            return len(lane.devices) == 1  # flags of a microbatch belong to one run; see `cuda.host`
+            return len(lane.devices) == 1  # flags of a microbatch belong to one run; see `cuda.transport`
         return lane.can_queue
 
     def start(self, call: StepCall) -> None:
