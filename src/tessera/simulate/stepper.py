@@ -24,8 +24,7 @@ from tessera.execute import stepper
 from tessera.execute.lanes import Lanes, LoadedLane
 from tessera.ir import Cluster, Plan
 from tessera.simulate.columns import Scripts, Wires
-from tessera.simulate.core import Work
-from tessera.simulate.machine import VirtualMachine
+from tessera.simulate.core import VirtualMachine, Work
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from factories import make_chain, make_cluster, make_plan, make_trace
 from tessera.execute.lower import lower
 from tessera.ir import BufferKind, Plan, Program, Recv, Run, Send
 from tessera.simulate import SteadyRates, simulate, throughput_per_s
+from tessera.simulate.closed import Window, WindowExtent
 from tessera.simulate.columns import DeviceColumn, LaunchSegment, Script, Scripts, Wires, column_of
-from tessera.simulate.steady import Window, WindowExtent
 
 CROSSING = [0, 1, 0, 0, 1, 1]
 
