@@ -1,6 +1,6 @@
 """Rendezvous: where remote workers connect, which device each one gets, and the store that workers share."""
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -82,29 +82,27 @@ class Board:
     def __init__(self, send: Callable[[tuple[int, int], Message], None]) -> None:
         self._send = send
         self._values: dict[str, bytes] = {}
+        # Of lost workers: ends of their keys.
         self._gone: set[str] = set()
-        self._asking: list[tuple[tuple[int, int], str]] = []
+        self._asking: dict[str, list[tuple[int, int]]] = defaultdict(list)
 
     def set(self, key: str, value: bytes) -> None:
         self._values[key] = value
-        for source in [source for source, awaited in self._asking if awaited == key]:
+        for source in self._asking.pop(key, ()):
             self._send(source, StoreValue(key, value))
-        self._asking = [(source, awaited) for source, awaited in self._asking if awaited != key]
 
     def get(self, source: tuple[int, int], key: str) -> None:
-        value = b"" if any(map(key.endswith, self._gone)) else self._values.get(key)
-        if value is None:
-            self._asking.append((source, key))
-        else:
-            self._send(source, StoreValue(key, value))
+        self._asking[key].append(source)
+        if any(map(key.endswith, self._gone)):
+            self.set(key, b"")
+        elif key in self._values:
+            self.set(key, self._values[key])
 
     def forget(self, device: int, epoch: int) -> None:
         """Drops a lost worker's requests and values; requests for its values are answered with nothing."""
         end = key_of("", device, epoch)
         self._gone.add(end)
-        self._values = {key: value for key, value in self._values.items() if not key.endswith(end)}
-        asking = [ask for ask in self._asking if ask[0][0] != device]
-        self._asking = [ask for ask in asking if not ask[1].endswith(end)]
-        for source, key in asking:
+        for key, sources in list(self._asking.items()):
+            sources[:] = [source for source in sources if source[0] != device]
             if key.endswith(end):
-                self._send(source, StoreValue(key, b""))
+                self.set(key, b"")

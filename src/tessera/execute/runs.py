@@ -159,7 +159,8 @@ class Runs:
             self.experts[scope] = [*map(sum, zip_longest(self.experts.get(scope, ()), rows, fillvalue=0))]
         step.idle_s[self._names[device]] = done.idle_s
         if self.spans is not None:
-            self.spans.add(device, done, program, trace, opened.number, self.hub.clock_offset_s)
+            offsets_s = [member.offset_s for member in self.hub.members]
+            self.spans.add(device, done, program, trace, opened.number, offsets_s)
         if running.missing:
             return None
         del self.running[done.run]
@@ -169,7 +170,7 @@ class Runs:
             self._run_next(opened, step)
             return None
         for one in participants(program, set()):
-            self.hub.healthy(one)
+            self.hub.members[one].failures = 0
         opened.steps.remove(step)
         now_s = time.monotonic()
         for other in self.running.values():  # the queued step begins now

@@ -245,7 +245,8 @@ class WorkerStepper(Runs):
                 self._lose(device, text, remedy)
             case messages.PeerLost(peer, text, epoch) if 0 <= peer < len(self._names) and peer != device:
                 is_stale = any(at == device for _, at in self._stale.get(_pair(device, peer), ()))
-                if self.hub.is_ready(peer) and self.hub.epoch(peer) == epoch and not is_stale:
+                member = self.hub.members[peer]
+                if member.state == "ready" and member.epoch == epoch and not is_stale:
                     self._ask(_Inquiry({device, peer}, ends=(device, peer), why=text))
             case messages.Progress(rows):
                 self._note(device, {run: position for _, run, position in rows})

@@ -270,7 +270,7 @@ def test_an_absent_device_is_awaited_without_a_pause(
     workers.append(start_worker(gate, 1))
     start_s = time.monotonic()
     assert isinstance(hub.take(30.0)[1], messages.WorkerReady)  # type: ignore[index]
-    assert (3, True) == (hub.epoch(1), hub.is_ready(1))
+    assert (3, True) == (hub.members[1].epoch, hub.members[1].state == "ready")
     waited_s = time.monotonic() - start_s
     hub.stop()
     for worker in workers:
