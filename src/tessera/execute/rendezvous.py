@@ -82,7 +82,7 @@ class Board:
     def __init__(self, send: Callable[[tuple[int, int], Message], None]) -> None:
         self._send = send
         self._values: dict[str, bytes] = {}
-        # Of lost workers: ends of their keys.
+        # Ends of the keys of lost workers.
         self._gone: set[str] = set()
         self._asking: dict[str, list[tuple[int, int]]] = defaultdict(list)
 

@@ -55,7 +55,7 @@ class TransferArrived:
 
 
 def shared_bytes(path: Path | None, size: int) -> torch.Tensor:
-    """Zeros at first; without a path of this process alone."""
+    """Zeros at first. None: memory of this process alone."""
     if path is None:
         return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
