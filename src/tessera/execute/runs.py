@@ -2,7 +2,7 @@
 
 Programs that move state between two steps run before the later step. A cancelled run continues until its
 devices report its end; orders of its microbatch wait for that. A step may be ordered while another runs, over
-several devices only if it cannot overtake the first on a link (`overlap`).
+several devices only if it cannot overtake the first on a link (`lanes`).
 
 Answers are checked against the program: a worker that answers for a run it has no part in, omits an output,
 or returns another shape is lost. Wrong values in the right shape are not detected.

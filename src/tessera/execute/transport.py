@@ -135,7 +135,7 @@ class Arenas:
     """Memory of transfers: files of the session's folder, with transport `host` this process's own.
 
     Each transfer of a program has a fixed place per microbatch, also after a restart. The microbatch's next
-    run, which cannot overtake the last one (`overlap`), reuses it. Programs that need as much, up to the next
+    run, which cannot overtake the last one (`lanes`), reuses it. Programs that need as much, up to the next
     power of two, share a file.
     """
 

@@ -192,37 +192,25 @@ class Window(ClosedLoop):
 
 
 class SteadyRates:
-    """Plans of one unit share results."""
+    """Plans of one unit share scripts."""
 
     def __init__(self, long_window: tuple[float, float] | None = None) -> None:
         self._long_window = LONG_WINDOW if long_window is None else WindowExtent(*long_window)
         self._scripts: Scripts | None = None
-        self._rates: dict[object, float] = {}
 
     def __call__(self, plan: Plan) -> float:
-        return 1e6 * self._rate(plan, MANY_ITEMS, FULL_WINDOW)
+        return self._rate(plan, MANY_ITEMS, FULL_WINDOW)
 
     def quick(self, plan: Plan) -> float:
         """For plans that are far apart."""
-        return 1e6 * self._rate(plan, FEW_ITEMS, SHORT_WINDOW)
+        return self._rate(plan, FEW_ITEMS, SHORT_WINDOW)
 
     def settled(self, plan: Plan) -> float:
         """Microbatches that started spread may have synchronised."""
-        return 1e6 * self._rate(plan, MANY_ITEMS, self._long_window)
+        return self._rate(plan, MANY_ITEMS, self._long_window)
 
     def _rate(self, plan: Plan, max_items: int, extent: WindowExtent) -> float:
-        if self._scripts is None or not _shares(self._scripts, plan):
-            self._scripts = Scripts(plan.unit, plan.costs, plan.cluster)
-            self._rates.clear()
-        shares = (plan.lane_table, () if plan.lane_table else tuple(lane.rate_per_s for lane in plan.lanes))
-        followed = tuple(lane.placement for lane in plan.lanes)
-        key = (followed, shares, plan.microbatches, max_items, extent)
-        rate = self._rates.get(key)
-        if rate is None:
-            window = Window(plan, self._scripts, extent_of(plan, extent), max_items)
-            rate = self._rates[key] = window.rate_per_us()
-        return rate
-
-
-def _shares(scripts: Scripts, plan: Plan) -> bool:
-    return scripts.unit is plan.unit and scripts.costs is plan.costs and scripts.cluster is plan.cluster
+        old = self._scripts
+        if not old or (old.unit, old.costs, old.cluster) != (plan.unit, plan.costs, plan.cluster):
+            self._scripts = old = Scripts(plan.unit, plan.costs, plan.cluster)
+        return 1e6 * Window(plan, old, extent_of(plan, extent), max_items).rate_per_us()

@@ -126,12 +126,3 @@ def test_fewer_longer_runs_of_a_long_program_give_the_rate_of_all_of_them() -> N
 
     assert few.rate_per_us() == pytest.approx(whole.rate_per_us(), rel=0.03)
     assert few._order * 2 < whole._order
-
-
-def test_a_plan_is_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second question about the same lanes is answered from memory."""
-    rates, plan = SteadyRates(), make_plan([make_chain(6)], [[CROSSING]], microbatches=4)
-    first = rates(plan)
-    monkeypatch.setattr(Window, "advance", lambda self: pytest.fail("simulated again"))
-
-    assert first == rates(plan)

@@ -2,7 +2,7 @@
 
 What `put` and `wait` issue during a capture becomes part of the graph. A flag says that a transfer has
 arrived; the receiver's graph waits for it and clears it. Nothing is overwritten before it was read
-(`execute.overlap`).
+(`execute.lanes`).
 
 When a peer is lost, a graph may wait for ever: `release` zeroes what may not have arrived, since zeros are
 valid indices, and sets the microbatch's flags from the CPU, so that the graph ends with contents that are
