@@ -299,21 +299,17 @@ class Hub:
         self._threads[-1].start()
 
     def _try_start(self, device: int, setup: messages.Setup) -> None:
-        source = (device, setup.epoch)
+        source, what, reason = (device, setup.epoch), "it could not be started", ""
         try:
             process = self._launch(device, setup)
+            self._post(source, process)
+            what = "its setup could not be sent"
+            process.run(setup)
         except TesseraError as error:
             self._post(source, messages.Failed(error.message, error.remedy))
             return
         except Exception as error:  # noqa: BLE001 - any reason is told; else the start waits for its limit
-            self._post(source, Hangup(f"it could not be started ({type(error).__name__}: {error})"))
-            return
-        self._post(source, process)
-        reason = ""
-        try:
-            process.run(setup)
-        except Exception as error:  # noqa: BLE001
-            reason = f"its setup could not be sent ({type(error).__name__}: {error})"
+            reason = f"{what} ({type(error).__name__}: {error})"
         time.sleep(LEAVE_S)  # its last message may be on the way
         self._post(source, Hangup(reason))
 

@@ -129,8 +129,8 @@ class Mailbox:
         self._epoll = select.epoll()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake_fd, select.EPOLLIN)
-        # File descriptor -> its end, and whether it is the monitor's.
-        self._by_fd: dict[int, tuple[_End, bool]] = {}
+        # By the file descriptors of its socket and its monitor.
+        self._by_fd: dict[int, _End] = {}
         self._ends: list[_End] = []
         self._num_sockets = 0
         self._broken: deque[PeerConnection] = deque()
@@ -193,18 +193,16 @@ class Mailbox:
         self._thread.start()
 
     def pump(self, timeout_s: float | None) -> None:
-        # End -> whether its monitor has news. Reading an idle monitor costs as much as a message.
-        ready: dict[_End, bool] = {}
+        ready: dict[_End, None] = {}  # in order
         for fd, _ in self._epoll.poll(timeout_s):
             if fd == self._wake_fd:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake_fd)
-                ready |= dict.fromkeys(list(self._ends), True)
-            elif (source := self._by_fd.get(fd)) is not None:  # else another thread has closed it
-                end, is_monitor = source
-                ready[end] = ready.get(end, False) or is_monitor
-        for end, has_events in ready.items():
-            self._drain(end, has_events)
+                ready |= dict.fromkeys(list(self._ends))
+            elif (end := self._by_fd.get(fd)) is not None:  # else another thread has closed it
+                ready[end] = None
+        for end in ready:
+            self._drain(end)
         while self._broken:
             self._hang_up(self._broken.popleft(), Hangup())
 
@@ -276,9 +274,9 @@ class Mailbox:
     def _add(self, end: _End) -> None:
         with self._lock:
             self._ends.append(end)
-            for each, is_monitor in ((end.socket, False), (end.monitor, True)):
+            for each in (end.socket, end.monitor):
                 fd: Any = each.getsockopt(zmq.FD)
-                self._by_fd[fd] = end, is_monitor
+                self._by_fd[fd] = end
                 self._epoll.register(fd, select.EPOLLIN)
         self.wake()
 
@@ -310,10 +308,9 @@ class Mailbox:
 
         threading.Thread(target=answer, name="tessera-keys", daemon=True).start()
 
-    def _drain(self, end: _End, has_events: bool) -> None:
+    def _drain(self, end: _End) -> None:
         """Reports closed connections after the messages that came over them."""
-        if has_events:
-            self._read_monitor(end)
+        self._read_monitor(end)
         while (frames := self._receive(end)) is not None:
             self._deliver(end, frames)
         closing, end.closing = end.closing, []
@@ -332,10 +329,8 @@ class Mailbox:
             connection = self._connection(end, frames.pop(0).bytes, frames[0])
         if connection.is_closed:
             return
-        message: Any = None
-        if sum(map(len, frames)) > end.max_bytes(connection):
-            message = Hangup(TOO_LONG)
-        else:
+        message: Message | Hangup = Hangup(TOO_LONG)
+        if sum(map(len, frames)) <= end.max_bytes(connection):
             try:
                 message = messages.decode(frames[0].buffer)
             except TesseraError as error:

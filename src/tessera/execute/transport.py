@@ -101,6 +101,7 @@ def resolve(name: str, devices: Sequence[Device], is_local: bool) -> str:
 class Transport(ABC):
     def __init__(self, setup: Setup, links: Links, post: Post) -> None:
         self._device, self._links, self._post = setup.device, links, post
+        self._arenas = Arenas(setup)
         links.arrived = self.arrived
         self.load(setup.programs)
 
@@ -200,10 +201,6 @@ class Arenas:
 
 
 class SharedMemory(Transport):
-    def __init__(self, setup: Setup, links: Links, post: Post) -> None:
-        self._arenas = Arenas(setup)
-        super().__init__(setup, links, post)
-
     def sender(self, program: Program, microbatch: int, number: int, contents: torch.Tensor) -> Move:
         copy = copier(self._arenas.place(program, microbatch, number), contents)
         dst = program.transfers[number].dst
@@ -224,10 +221,10 @@ class FlaggedMemory(SharedMemory):
     """Beside a GPU: flags in place of notices, polled while a run waits."""
 
     def __init__(self, setup: Setup, links: Links, post: Post) -> None:
+        super().__init__(setup, links, post)
         # Run -> (flags from a peer, transfers not arrived)
         self._watched: dict[int, list[tuple[Words, set[int]]]] = {}
         self._news_s = 0.0
-        super().__init__(setup, links, post)
 
     def load(self, programs: Sequence[Sequence[Program]]) -> None:
         for lane in programs:
@@ -291,8 +288,8 @@ class OverHost(Transport):
     """The bytes follow the frame over the link, and are held until fetched."""
 
     def __init__(self, setup: Setup, links: Links, post: Post) -> None:
-        self._held: dict[tuple[int, int], memoryview] = {}
         super().__init__(setup, links, post)
+        self._held: dict[tuple[int, int], memoryview] = {}
 
     def sender(self, program: Program, microbatch: int, number: int, contents: torch.Tensor) -> Move:
         dst, data = program.transfers[number].dst, contents.numpy().data
