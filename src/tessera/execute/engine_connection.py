@@ -98,7 +98,7 @@ class EngineConnection:
             raise BrokenPipeError("the engine is gone")
 
     def set(self, key: str, value: bytes) -> None:
-        self.tell(messages.StoreSet(key, value))
+        self.tell(messages.StoreValue(key, value))
 
     def get(self, key: str, timeout_s: float) -> bytes:
         """Raises WorkerError after the time, OwnerGone if it will not be set."""

@@ -140,8 +140,7 @@ class Hub:
             self._rendezvous.hear, self._rendezvous.max_bytes = self._hear, self._max_bytes
         else:
             self._mailbox = Mailbox()
-            hear = lambda connection, message, contents: self._hear(connection, message)  # noqa: E731
-            address = self._mailbox.listen(f"ipc://{self._folder}/engine", hear, b"", self._max_bytes)
+            address = self._mailbox.listen(f"ipc://{self._folder}/engine", self._hear, b"", self._max_bytes)
         session = {"engine": address, "secret": secret, "host": host, "folder": self._folder}
         for device, setup in enumerate(self.setups):
             progress = torch.full((setup.microbatches, 2), -1, dtype=torch.int64).share_memory_()
@@ -353,7 +352,7 @@ class Hub:
         what = f"nobody connected within {limit_s:.0f} s{f'; {reason}' if reason else ''}"
         self._post((device, epoch), messages.Failed(what, "Start one process per device."))
 
-    def _hear(self, connection: PeerConnection, message: Any) -> None:
+    def _hear(self, connection: PeerConnection, message: Any, contents: memoryview | None) -> None:
         source = self._sources.get(connection) or self._expected.pop(connection.name, None)
         if source is not None:
             if connection not in self._sources:
@@ -373,9 +372,9 @@ class Hub:
         else:
             self._waiting.pop(connection, None)
             if not isinstance(message, Hangup):
-                self._refuse(connection, messages.Refused("it did not say who it is", ""))
+                self._refuse(connection, messages.Failed("it did not say who it is", ""))
 
-    def _refuse(self, connection: PeerConnection, refusal: messages.Refused) -> None:
+    def _refuse(self, connection: PeerConnection, refusal: messages.Failed) -> None:
         connection.send(refusal)
         connection.close()
         if self._rendezvous is not None:
@@ -414,7 +413,7 @@ class Hub:
         if member.pieces is not None:
             return self._configure(device, member, message)
         match message:
-            case messages.StoreSet(key, value):
+            case messages.StoreValue(key, value):
                 self._store.set(key, value)
             case messages.StoreGet(key):
                 self._store.get(source, key)

@@ -3,11 +3,10 @@
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from tessera.execute.engine_connection import key_of, own_version
-from tessera.execute.mailbox import Mailbox, PeerConnection
-from tessera.execute.messages import ANY_RANK, Hello, Message, Refused, StoreValue
+from tessera.execute.mailbox import Hear, Mailbox, PeerConnection
+from tessera.execute.messages import ANY_RANK, Failed, Hello, Message, StoreValue
 from tessera.execute.processes import raise_file_limit
 
 NUM_COMPLAINTS = 16
@@ -21,12 +20,12 @@ class Rendezvous:
         raise_file_limit()  # silent connections hold a descriptor each until their handshake times out
         self.host, self.secret, self._complain = host, secret, complain
         self.complaints: deque[str] = deque(maxlen=NUM_COMPLAINTS)
-        self.hear: Callable[[PeerConnection, Any], None] = lambda connection, message: None
+        self.hear: Hear = lambda connection, message, contents: None
         self.max_bytes: Callable[[PeerConnection], int] = lambda connection: MAX_ASKED_BYTES
         self.mailbox = Mailbox(self.note)
         self.address = self.mailbox.listen(
             f"tcp://{host}:{port or '*'}",
-            lambda connection, message, contents: self.hear(connection, message),
+            lambda *news: self.hear(*news),  # noqa: PLW0108 - the hub sets it
             secret,
             lambda connection: self.max_bytes(connection),  # noqa: PLW0108 - the hub sets it
         )
@@ -54,14 +53,14 @@ class WorkerGroup:
     num_devices: int
     digest: str = ""
 
-    def refusal(self, hello: Hello) -> Refused | None:
+    def refusal(self, hello: Hello) -> Failed | None:
         if hello.version != own_version():
             message = f"it has Tessera {hello.version}, the engine {own_version()}"
-            return Refused(message, "Install the same version everywhere.")
+            return Failed(message, "Install the same version everywhere.")
         if hello.digest not in ("", self.digest):
-            return Refused("it has other plans", "Copy the same plan files everywhere.")
+            return Failed("it has other plans", "Copy the same plan files everywhere.")
         if not ANY_RANK <= hello.rank < self.num_devices:
-            return Refused(f"there is no rank {hello.rank}", f"There are {self.num_devices}, from 0.")
+            return Failed(f"there is no rank {hello.rank}", f"There are {self.num_devices}, from 0.")
         return None
 
     def choose(

@@ -10,7 +10,6 @@ and the same share of waits.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import count
 
 from tessera.execute.lanes import LaneShares, shares_of
@@ -142,23 +141,17 @@ def throughput_per_s(timeline: Timeline) -> float:
     return done / ((stop - start) * 1e-6)
 
 
-@dataclass(frozen=True, slots=True)
-class WindowExtent:
-    """Requests' worth of work."""
-
-    warm_up: float
-    window: float
-
-
+# Requests' worth of work: to warm up, and in the window.
+WindowExtent = tuple[float, float]
 # In the long run microbatches fall into step.
-FULL_WINDOW, SHORT_WINDOW, LONG_WINDOW = WindowExtent(4, 10), WindowExtent(2, 4), WindowExtent(56, 28)
+FULL_WINDOW, SHORT_WINDOW, LONG_WINDOW = (4.0, 10.0), (2.0, 4.0), (56.0, 28.0)
 
 
 def extent_of(plan: Plan, extent: WindowExtent) -> WindowExtent:
     few, num_runs = min(1.0, plan.microbatches / MANY_MICROBATCHES), sum(plan.unit.counts)
-    return WindowExtent(
-        max(few * extent.warm_up, plan.microbatches * MIN_WARM_UP_RUNS / num_runs),
-        max(few * extent.window, plan.microbatches * MIN_WINDOW_RUNS / num_runs),
+    return (
+        max(few * extent[0], plan.microbatches * MIN_WARM_UP_RUNS / num_runs),
+        max(few * extent[1], plan.microbatches * MIN_WINDOW_RUNS / num_runs),
     )
 
 
@@ -172,8 +165,8 @@ class Window(ClosedLoop):
     def rate_per_us(self) -> float:
         for microbatch in range(self._microbatches):
             self.admit(microbatch, 0.0, microbatch / self._microbatches)
-        since_us, since = self._until(self._extent.warm_up)
-        until_us, until = self._until(since + self._extent.window)
+        since_us, since = self._until(self._extent[0])
+        until_us, until = self._until(since + self._extent[1])
         return (until - since) / (until_us - since_us) if until_us > since_us else 0.0
 
     def _until(self, work: float) -> tuple[float, float]:
@@ -194,8 +187,8 @@ class Window(ClosedLoop):
 class SteadyRates:
     """Plans of one unit share scripts."""
 
-    def __init__(self, long_window: tuple[float, float] | None = None) -> None:
-        self._long_window = LONG_WINDOW if long_window is None else WindowExtent(*long_window)
+    def __init__(self, long_window: WindowExtent | None = None) -> None:
+        self._long_window = long_window or LONG_WINDOW
         self._scripts: Scripts | None = None
 
     def __call__(self, plan: Plan) -> float:

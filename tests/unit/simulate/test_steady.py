@@ -8,7 +8,7 @@ from factories import make_chain, make_cluster, make_plan, make_trace
 from tessera.execute.lower import lower
 from tessera.ir import BufferKind, Plan, Program, Recv, Run, Send
 from tessera.simulate import SteadyRates, simulate, throughput_per_s
-from tessera.simulate.closed import Window, WindowExtent
+from tessera.simulate.closed import Window
 from tessera.simulate.columns import DeviceColumn, LaunchSegment, Script, Scripts, Wires, column_of
 
 CROSSING = [0, 1, 0, 0, 1, 1]
@@ -122,7 +122,7 @@ def test_fewer_longer_runs_of_a_long_program_give_the_rate_of_all_of_them() -> N
     """Four hundred runs of a step as a few, in the same order and with the same work."""
     plan = long_run_plan()
     scripts = Scripts(plan.unit, plan.costs, plan.cluster)
-    whole, few = (Window(plan, scripts, WindowExtent(1.0, 4.0), num) for num in (10**6, 500))
+    whole, few = (Window(plan, scripts, (1.0, 4.0), num) for num in (10**6, 500))
 
     assert few.rate_per_us() == pytest.approx(whole.rate_per_us(), rel=0.03)
     assert few._order * 2 < whole._order
