@@ -446,12 +446,11 @@ class Hub:
                         return None
                     return device, message
                 case messages.Failed(text, remedy):
-                    error = WorkerError(f"could not start: {text}", remedy)
+                    raise WorkerError(f"could not start: {text}", remedy)
                 case _:
-                    error = WorkerError(f"it sent {type(message).__name__} while it was configured")
-        except WorkerError as wrong:
-            error = wrong
-        return device, messages.Failed(error.message, error.remedy)
+                    raise WorkerError(f"it sent {type(message).__name__} while it was configured")
+        except WorkerError as error:
+            return device, messages.Failed(error.message, error.remedy)
 
     def _welcome(self, device: int, ready: messages.WorkerReady) -> None:
         member = self.members[device]

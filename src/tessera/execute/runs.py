@@ -397,21 +397,13 @@ def problem_of(
         packed = done.outputs.get(name)
         if packed is not None and (packed.dtype, packed.shape) != (view.dtype, view.shape):
             return f"its '{name}' is {packed.dtype} {list(packed.shape)}, not {view.dtype} {list(view.shape)}"
-    if wants_state and (wrong := _state_problem(done, trace, program, device)):
-        return wrong
+    state = {trace.buffers[b].name: trace.buffers[b].size_bytes for b, at in program.homes if at == device}
+    if wants_state and {name: packed.data.nbytes for name, packed in done.state.items()} != state:
+        return f"it handed over state {_listed(done.state)} in place of {_listed(state)}, or of another size"
     if any(row[0] >= len(trace.launches) for row in done.spans):
         return f"it reported a launch beyond the {len(trace.launches)} of the step"
     if any(row[0] >= len(program.transfers) for row in done.transfers):
         return f"it reported a transfer beyond the {len(program.transfers)} of the program"
-    return ""
-
-
-def _state_problem(done: messages.Done, trace: Trace, program: Program, device: int) -> str:
-    sizes = {
-        trace.buffers[b].name: trace.buffers[b].size_bytes for b, home in program.homes if home == device
-    }
-    if {name: packed.data.nbytes for name, packed in done.state.items()} != sizes:
-        return f"it handed over state {_listed(done.state)} in place of {_listed(sizes)}, or of another size"
     return ""
 
 

@@ -21,7 +21,7 @@ from tessera.execute.memory import Footprint, Programs, check_fits, footprints, 
 from tessera.execute.processes import FORKSERVER
 from tessera.execute.runs import MoveUnderWay, Runs
 from tessera.execute.transport import AUTO, resolve
-from tessera.ir import BufferKind, Graph, Plan, Program, Recv, Send
+from tessera.ir import BufferKind, Plan, Program, Recv, Send
 
 MakeHub = Callable[[Sequence[messages.Setup]], Hub]
 # For a worker's position; a separate thread answers.
@@ -371,8 +371,12 @@ class WorkerStepper(Runs):
         for run, running in self.running.items():
             what = f"microbatch {running.microbatch.number}"
             if positions.get(run, -1) >= 0:
-                graph = self.lanes.graphs[running.program.step]
-                return whereabouts(graph, running.program, device, positions[run], what)
+                graph, program = self.lanes.graphs[running.program.step], running.program
+                column, position = program.instructions[device], positions[run]
+                if position < len(column):
+                    words = f"{describe(graph, program, column[position])}, {graph.trace.step.kind} of {what}"
+                    return f"at instruction {position} of {len(column)}, {words}"
+                return f"before its share of {what}"
             if device in running.missing:
                 mine.append(what)
         return f"before its share of {min(mine)}" if mine else "with no work of its own"
@@ -429,11 +433,3 @@ def judge(
             return Verdict(device, source)
         device = source
     return Verdict(device, is_certain=False)
-
-
-def whereabouts(graph: Graph, program: Program, device: int, position: int, what: str) -> str:
-    column = program.instructions[device]
-    if not 0 <= position < len(column):
-        return f"before its share of {what}"
-    words = describe(graph, program, column[position])
-    return f"at instruction {position} of {len(column)}, {words}, {graph.trace.step.kind} of {what}"
