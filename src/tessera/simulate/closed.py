@@ -203,7 +203,7 @@ class SteadyRates:
         return self._rate(plan, MANY_ITEMS, self._long_window)
 
     def _rate(self, plan: Plan, max_items: int, extent: WindowExtent) -> float:
-        old = self._scripts
-        if not old or (old.unit, old.costs, old.cluster) != (plan.unit, plan.costs, plan.cluster):
-            self._scripts = old = Scripts(plan.unit, plan.costs, plan.cluster)
+        old, new = self._scripts, (plan.unit, plan.costs, plan.cluster)
+        if old is None or not (old.unit is new[0] and old.costs is new[1] and old.cluster is new[2]):
+            self._scripts = old = Scripts(*new)
         return 1e6 * Window(plan, old, extent_of(plan, extent), max_items).rate_per_us()
