@@ -23,7 +23,7 @@ from benchmarks.transport_times import time_processes
 
 from tessera.execute.engine_connection import EngineConnection
 from tessera.execute.mailbox import Hangup, Mailbox, PeerConnection
-from tessera.execute.messages import Cancel, StoreSet
+from tessera.execute.messages import Cancel, StoreValue
 
 MESSAGE_SIZES, ROUND_TRIPS = (100, 20_000), 2000
 SIZES = (16 << 10, 1 << 20, 64 << 20)
@@ -93,7 +93,7 @@ def time_mailbox(address: str, secret: bytes, size: int) -> tuple[float, float]:
     process.start()
     while not news:
         box.pump(1.0)
-    start_ms, times, message = (time.perf_counter() - start_s) * 1e3, [], StoreSet("", bytes(size))
+    start_ms, times, message = (time.perf_counter() - start_s) * 1e3, [], StoreValue("", bytes(size))
     for _ in range(ROUND_TRIPS):
         connection, start_s = news.popleft(), time.perf_counter()
         connection.send(message)

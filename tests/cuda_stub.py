@@ -227,7 +227,7 @@ class _Thread:
 
 def cut_off(stepper: WorkerStepper, number: int) -> None:
     """Cuts a worker's connection to the engine; it leaves when it notices."""
-    process: Any = stepper.hub._members[number].process
+    process: Any = stepper.hub.members[number].process
     assert isinstance(process, _Thread), "it was started"
     assert process.engine is not None
     process.engine.close()

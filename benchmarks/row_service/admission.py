@@ -215,7 +215,7 @@ class RowScheduler(Scheduler[R]):
     def _costs_of(self, lane: LoadedLane) -> tuple[StepCost, ...]:
         if lane.number not in self._costs:
             costs = costs_of(lane)
-            self._costs[lane.number] = tuple(UsualCost(cost.busy_s, cost.alone_s) for cost in costs)
+            self._costs[lane.number] = tuple(UsualCost(cost.devices, cost.alone_s) for cost in costs)
         return self._costs[lane.number]
 
     def _seat_next(self) -> bool:

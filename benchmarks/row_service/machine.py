@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tessera.execute.schedule import Job
-from tessera.simulate.core import END, Flight, SimulatedDevice, Work
-from tessera.simulate.machine import SAME_US, VirtualMachine
+from tessera.simulate.core import END, SAME_END_US, Flight, SimulatedDevice, VirtualMachine, Work
 
 DECIMALS = 6
 MAX_PLACES = 5000
@@ -21,8 +20,8 @@ MAX_PLACES = 5000
 class State(NamedTuple):
     """Between runs; times are relative, flights numbered by age."""
 
-    # (unfinished devices, current run, later runs last first)
-    flights: tuple[tuple[int, Work, tuple[Work, ...]], ...]
+    # (unfinished devices, runs last first)
+    flights: tuple[tuple[int, tuple[Work, ...]], ...]
     bus_free: tuple[float, ...]
     # (flight or -1, start, stop, since)
     devices: tuple[tuple[int, int, int, float], ...]
@@ -57,7 +56,7 @@ class _Loop(VirtualMachine):
 
     @property
     def flying(self) -> tuple[int, ...]:
-        return tuple([flight.number for flight, _, _ in self._running.values()])
+        return tuple([flight.number for flight in self._running.values()])
 
     def run(self, us: float) -> None:
         self.now_us += us
@@ -79,7 +78,7 @@ class _Loop(VirtualMachine):
             if what != END or ticket == self.devices[device].epoch
         ]
         return State(
-            tuple([(f.waiting, (s, scale), tuple(f.left)) for f, s, scale in self._running.values()]),
+            tuple([(f.waiting, tuple(f.left)) for f in self._running.values()]),
             tuple([round(t - now, DECIMALS) if t > now else 0.0 for t in self._bus_free]),
             tuple([_device_state(device, age, now) for device in self.devices]),
             tuple(
@@ -93,20 +92,19 @@ class _Loop(VirtualMachine):
 
     def go_on(self) -> None:
         self._ended, self.busy_us = deque(), [0.0] * len(self.busy_us)
-        for age, (flight, _, _) in enumerate(self._running.values()):
+        for age, flight in enumerate(self._running.values()):
             flight.number = age
 
     def restore(self, state: State) -> None:
         self.now_us, self._bus_free = 0.0, list(state.bus_free)
         self._running = {
-            age: (Flight(age, age, 0, list(left), waiting), *work)
-            for age, (waiting, work, left) in enumerate(state.flights)
+            age: Flight(age, age, 0, list(left), waiting) for age, (waiting, left) in enumerate(state.flights)
         }
         for index, (now, jobs) in enumerate(zip(state.devices, state.jobs, strict=True)):
             device = self.devices[index] = SimulatedDevice()
             current, device.start, device.stop, device.since_us = now
             for age, position, arrived, spent_us in jobs:
-                column = self._running[age][1].columns[index]
+                column = self._running[age].left[-1][0].columns[index]
                 job = Job(age, age, column.items, position, set(arrived), column.until_wait_us, spent_us)
                 device.queue.add(job)
                 if age == current:
@@ -144,7 +142,7 @@ class MemoMachine(VirtualMachine):
             edge = self._place.edges.get(tuple([works for _, works in self._begun]))
             if edge is None:
                 edge = self._compute()
-            if self._since_us + edge.us <= limit_us + SAME_US:
+            if self._since_us + edge.us <= limit_us + SAME_END_US:
                 self._follow(edge)
         if self._ended:
             return self._ended.popleft()

@@ -111,20 +111,17 @@ def crossing_per_s(policies: tuple[Capability, ...]) -> float | None:
     points = sorted(
         {0.0, *(x.rate_per_s for p in policies for x in p.curve), *(p.capacity_per_s for p in policies)}
     )
-    previous = 0.0
-    for point in points:
-        if better(policies, point) is not idle:
-            break
-        previous = point
-    else:
+    above = next((point for point in points if better(policies, point) is not idle), None)
+    if above is None:
         return None
+    below = max(point for point in points if point < above)
     for _ in range(50):
-        middle = (previous + point) / 2
+        middle = (below + above) / 2
         if better(policies, middle) is idle:
-            previous = middle
+            below = middle
         else:
-            point = middle
-    return point
+            above = middle
+    return above
 
 
 def capability_of(name: str, points: Sequence[tuple[int, float]], tokens: int) -> Capability:

@@ -17,8 +17,9 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Protocol
+
+import numpy as np
 
 from tessera.adapt.capability import Capability, better, crossing_per_s
 from tessera.adapt.drift import Factors, corrected, drift
@@ -313,17 +314,13 @@ class Meter:
         return max(self._dispersion, self._squares / num / mean_s**2 - 1.0)
 
     def _measure(self) -> float:
-        counts, num = list(self._counts), len(self._counts)
-        mean = sum(counts) / max(1, num)
-        if num <= NUM_LEVELS or not mean:
+        counts, num = np.array(self._counts), len(self._counts)
+        if num <= NUM_LEVELS or not counts.any():
             return 1.0
-        sums, squares = [0, *accumulate(counts)], [0, *accumulate(n * n for n in counts)]
-
-        def spread(a: int, b: int) -> float:
-            return squares[b] - squares[a] - (sums[b] - sums[a]) ** 2 / (b - a) if b > a else 0.0
-
-        least = min(spread(0, cut) + spread(cut, num) for cut in range(num))
-        return max(1.0, (NUM_SUPPOSED + least / mean) / (NUM_SUPPOSED + num - NUM_LEVELS))
+        parts = ((counts[:cut], counts[cut:]) for cut in range(1, num))
+        least = min(before.var() * len(before) + after.var() * len(after) for before, after in parts)
+        least = min(least, counts.var() * num)
+        return max(1.0, float(NUM_SUPPOSED + least / counts.mean()) / (NUM_SUPPOSED + num - NUM_LEVELS))
 
 
 def _is_level(count: float, mean: float, num: int, errors: float) -> bool:

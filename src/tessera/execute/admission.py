@@ -7,8 +7,7 @@ is the plan's cost of the busiest device, or the least time seen if larger. Impo
 """
 
 import threading
-from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections import deque
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -84,27 +83,27 @@ class FairQueue(Generic[T]):
 
 @dataclass(slots=True, eq=False)
 class StepCost:
-    busy_s: Mapping[str, float]
-    alone_s: float
-    least_s: float | None = None
+    devices: frozenset[str]
+    modelled_s: float
+    least_s: float = 0.0
+
+    @property
+    def alone_s(self) -> float:
+        return max(self.least_s, self.modelled_s)
 
     def seen(self, seconds: float) -> None:
-        if self.least_s is None or seconds < self.least_s:
-            self.least_s = seconds
-            self.alone_s = max(seconds, max(self.busy_s.values(), default=0.0))
+        self.least_s = min(seconds, self.least_s or seconds)
 
 
 def costs_of(lane: LoadedLane) -> tuple[StepCost, ...]:
     names = lane.plan.cluster.names
     steps: list[StepCost] = []
-    places = lane.lane.placement.devices
-    # Without prices no step counts as late.
-    priced = lane.plan.costs or (None,) * len(places)
-    for costs, place in zip(priced, places, strict=True):
-        busy_s: dict[str, float] = defaultdict(float)
-        for launch, device in enumerate(place):
-            busy_s[names[device]] += costs.us(launch, device) * 1e-6 if costs is not None else 0.0
-        steps.append(StepCost(dict(busy_s), max(busy_s.values(), default=0.0)))
+    for step, place in enumerate(lane.lane.placement.devices):
+        busy_us = dict.fromkeys(place, 0.0)
+        for launch, device in enumerate(place if lane.plan.costs else ()):  # else no step counts as late
+            busy_us[device] += lane.plan.costs[step].us(launch, device)
+        busiest_us = max(busy_us.values(), default=0.0)
+        steps.append(StepCost(frozenset(names[device] for device in busy_us), busiest_us * 1e-6))
     return tuple(steps)
 
 
@@ -122,7 +121,7 @@ class Turns:
         late = [
             other
             for other, (due_s, other_s, its) in self._running.items()
-            if due_s < now_s and other_s > alone_s and not its.busy_s.keys().isdisjoint(cost.busy_s)
+            if due_s < now_s and other_s > alone_s and not its.devices.isdisjoint(cost.devices)
         ]
         if late:
             self._held[microbatch] = set(late)

@@ -60,7 +60,7 @@ class LostWorker:
 
 
 @dataclass(slots=True)
-class _Member:
+class WorkerMember:
     state: DeviceState = "lost"
     # The present worker's, or the next one's.
     epoch: int = 0
@@ -77,6 +77,7 @@ class _Member:
     # When another worker is started; None: one exists, or none will.
     due_s: float | None = 0.0
     ask_s: float = float("inf")
+    # From the worker's clock to this one; 0 on one machine.
     offset_s: float = 0.0
 
     @property
@@ -111,7 +112,7 @@ class Hub:
         self._rendezvous = rendezvous
         self._local = local if rendezvous is not None else frozenset(range(len(names)))
         self._folder = ""
-        self._members = [_Member() for _ in names]
+        self.members = [WorkerMember() for _ in names]
         self._mailbox: Mailbox | None = None
         # (source, message) of workers, and of this process's own threads.
         self._inbox: deque[tuple[Any, Any]] = deque()
@@ -139,8 +140,7 @@ class Hub:
             self._rendezvous.hear, self._rendezvous.max_bytes = self._hear, self._max_bytes
         else:
             self._mailbox = Mailbox()
-            hear = lambda connection, message, contents: self._hear(connection, message)  # noqa: E731
-            address = self._mailbox.listen(f"ipc://{self._folder}/engine", hear, b"", self._max_bytes)
+            address = self._mailbox.listen(f"ipc://{self._folder}/engine", self._hear, b"", self._max_bytes)
         session = {"engine": address, "secret": secret, "host": host, "folder": self._folder}
         for device, setup in enumerate(self.setups):
             progress = torch.full((setup.microbatches, 2), -1, dtype=torch.int64).share_memory_()
@@ -174,7 +174,7 @@ class Hub:
         return self.send(device, messages.encode(message))
 
     def send(self, device: int, data: bytes) -> bool:
-        connection = self._members[device].connection
+        connection = self.members[device].connection
         return connection is not None and connection.send(data)
 
     def wake(self) -> None:
@@ -185,7 +185,7 @@ class Hub:
 
     def lose(self, device: int, *, counts: bool = True) -> LostWorker:
         """Ends a worker and starts another; `counts`: as a failure of this device."""
-        member, now = self._members[device], time.monotonic()
+        member, now = self.members[device], time.monotonic()
         if member.ready_s is not None and now - member.ready_s >= HEALTHY_S:
             member.failures = 0
         member.failures += counts
@@ -201,14 +201,11 @@ class Hub:
         self._start_due()
         return LostWorker(how, member.failures, retry_s)
 
-    def healthy(self, device: int) -> None:
-        self._members[device].failures = 0
-
     def load(self, lanes: Sequence[messages.LoadLanes], dropped: Sequence[int] = ()) -> None:
         for device, then in enumerate(self.setups):
             now = then.extended(lanes[device]) if lanes else then
             self.setups[device] = replace(now, dropped=(*then.dropped, *dropped))
-            if self._members[device].state == "ready":
+            if self.members[device].state == "ready":
                 self._tell_lanes(device, then)
 
     def _tell_lanes(self, device: int, then: messages.Setup) -> None:
@@ -222,19 +219,13 @@ class Hub:
 
     def relink(self, device: int, other: int) -> None:
         for one, two in ((device, other), (other, device)):
-            peer = self._members[two]
+            peer = self.members[two]
             self.order(one, messages.Relink(two, peer.epoch, peer.address))
 
     def status(self, device: int) -> DeviceStatus:
-        member = self._members[device]
+        member = self.members[device]
         # The epoch of a lost worker is its successor's, which has not started.
         return DeviceStatus(member.state, member.pid, max(0, member.epoch - (member.state == "lost")))
-
-    def epoch(self, device: int) -> int:
-        return self._members[device].epoch
-
-    def is_ready(self, device: int) -> bool:
-        return self._members[device].state == "ready"
 
     def progress(self, device: int) -> dict[int, tuple[int, int]]:
         """Microbatch -> (run, position), also of a dead worker; empty if no memory is shared."""
@@ -243,17 +234,13 @@ class Hub:
             return {}
         return {m: (run, position) for m, (run, position) in enumerate(shared.tolist()) if run >= 0}
 
-    def clock_offset_s(self, device: int) -> float:
-        """From a worker's clock to this one; 0 on one machine."""
-        return self._members[device].offset_s
-
     def stop(self) -> None:
         self._is_over.set()
-        for member in self._members:
+        for member in self.members:
             if member.connection is not None:
                 member.connection.send(messages.Leave())
         deadline = time.monotonic() + STOP_TIMEOUT_S
-        for member in self._members:
+        for member in self.members:
             member.due_s = None
             # One that has not connected cannot be told to leave.
             self._end(member, max(0.0, deadline - time.monotonic()) if member.connection is not None else 0.0)
@@ -273,7 +260,7 @@ class Hub:
     def _max_bytes(self, connection: PeerConnection) -> int:
         source = self._sources.get(connection)
         is_known = connection.name in self._expected or (
-            source is not None and self._members[source[0]].pieces is None
+            source is not None and self.members[source[0]].pieces is None
         )
         return self.max_bytes() if is_known else MAX_ASKED_BYTES
 
@@ -288,13 +275,13 @@ class Hub:
 
     def _start_due(self) -> None:
         now = time.monotonic()
-        for device, member in enumerate(self._members):
+        for device, member in enumerate(self.members):
             if member.due_s is None or member.due_s > now or self._is_over.is_set():
                 continue
             shared = self.setups[device].progress
             if shared is not None:
                 shared.fill_(-1)
-            epochs = tuple(m.epoch for m in self._members)
+            epochs = tuple(m.epoch for m in self.members)
             # A routing id must not begin with a zero byte.
             name = b"w" + secrets.token_bytes(NAME_BYTES)
             setup = replace(self.setups[device], epoch=member.epoch, epochs=epochs, name=name)
@@ -311,34 +298,30 @@ class Hub:
         self._threads[-1].start()
 
     def _try_start(self, device: int, setup: messages.Setup) -> None:
-        source = (device, setup.epoch)
+        source, what, reason = (device, setup.epoch), "it could not be started", ""
         try:
             process = self._launch(device, setup)
+            self._post(source, process)
+            what = "its setup could not be sent"
+            process.run(setup)
         except TesseraError as error:
             self._post(source, messages.Failed(error.message, error.remedy))
             return
         except Exception as error:  # noqa: BLE001 - any reason is told; else the start waits for its limit
-            self._post(source, Hangup(f"it could not be started ({type(error).__name__}: {error})"))
-            return
-        self._post(source, process)
-        reason = ""
-        try:
-            process.run(setup)
-        except Exception as error:  # noqa: BLE001
-            reason = f"its setup could not be sent ({type(error).__name__}: {error})"
+            reason = f"{what} ({type(error).__name__}: {error})"
         time.sleep(LEAVE_S)  # its last message may be on the way
         self._post(source, Hangup(reason))
 
     def _times(self) -> list[float | None]:
-        times = [m.due_s for m in self._members]
-        for device, member in enumerate(self._members):
+        times = [m.due_s for m in self.members]
+        for device, member in enumerate(self.members):
             if member.state == "starting":
                 times += [member.started_s + self._patience_s(device)]
                 times += [member.ask_s] if member.is_awaited and device not in self._local else []
         return [t for t in times if t != float("inf")]
 
     def _patience_s(self, device: int) -> float:
-        member = self._members[device]
+        member = self.members[device]
         if device in self._local or not member.is_awaited or member.epoch == 0:
             return START_TIMEOUT_S
         is_planned_around = member.failures > QUICK_FAILURES and self.max_failures is None
@@ -346,7 +329,7 @@ class Hub:
 
     def _late(self) -> tuple[int, Any] | None:
         now = time.monotonic()
-        for device, member in enumerate(self._members):
+        for device, member in enumerate(self.members):
             if member.state != "starting":
                 continue
             limit_s = self._patience_s(device)
@@ -369,13 +352,13 @@ class Hub:
         what = f"nobody connected within {limit_s:.0f} s{f'; {reason}' if reason else ''}"
         self._post((device, epoch), messages.Failed(what, "Start one process per device."))
 
-    def _hear(self, connection: PeerConnection, message: Any) -> None:
+    def _hear(self, connection: PeerConnection, message: Any, contents: memoryview | None) -> None:
         source = self._sources.get(connection) or self._expected.pop(connection.name, None)
         if source is not None:
             if connection not in self._sources:
                 self._sources[connection] = source
-                if self._members[source[0]].epoch == source[1]:
-                    self._members[source[0]].connection = connection
+                if self.members[source[0]].epoch == source[1]:
+                    self.members[source[0]].connection = connection
             self._inbox.append((source, message))
             if isinstance(message, Hangup):
                 del self._sources[connection]
@@ -389,9 +372,9 @@ class Hub:
         else:
             self._waiting.pop(connection, None)
             if not isinstance(message, Hangup):
-                self._refuse(connection, messages.Refused("it did not say who it is", ""))
+                self._refuse(connection, messages.Failed("it did not say who it is", ""))
 
-    def _refuse(self, connection: PeerConnection, refusal: messages.Refused) -> None:
+    def _refuse(self, connection: PeerConnection, refusal: messages.Failed) -> None:
         connection.send(refusal)
         connection.close()
         if self._rendezvous is not None:
@@ -400,10 +383,10 @@ class Hub:
     def _assign(self) -> None:
         if not self._waiting:
             return
-        awaited = {d for d, m in enumerate(self._members) if m.is_awaited and d not in self._local}
+        awaited = {d for d, m in enumerate(self.members) if m.is_awaited and d not in self._local}
         for device in sorted(awaited):
             connection = self._group.choose(device, self._waiting, awaited)
-            member = self._members[device]
+            member = self.members[device]
             if connection is None or member.setup is None:
                 continue
             awaited = awaited - {device}
@@ -418,7 +401,7 @@ class Hub:
             self._is_woken = False
             return NOBODY, message
         device, epoch = source
-        member = self._members[device]
+        member = self.members[device]
         if epoch != member.epoch or member.state == "lost":  # an earlier worker
             if isinstance(message, LocalProcess):
                 message.end(0.0)
@@ -430,7 +413,7 @@ class Hub:
         if member.pieces is not None:
             return self._configure(device, member, message)
         match message:
-            case messages.StoreSet(key, value):
+            case messages.StoreValue(key, value):
                 self._store.set(key, value)
             case messages.StoreGet(key):
                 self._store.get(source, key)
@@ -441,7 +424,7 @@ class Hub:
                 return device, message
         return None
 
-    def _configure(self, device: int, member: _Member, message: Any) -> tuple[int, Any] | None:
+    def _configure(self, device: int, member: WorkerMember, message: Any) -> tuple[int, Any] | None:
         assert member.pieces is not None
         try:
             match message:
@@ -463,22 +446,21 @@ class Hub:
                         return None
                     return device, message
                 case messages.Failed(text, remedy):
-                    error = WorkerError(f"could not start: {text}", remedy)
+                    raise WorkerError(f"could not start: {text}", remedy)
                 case _:
-                    error = WorkerError(f"it sent {type(message).__name__} while it was configured")
-        except WorkerError as wrong:
-            error = wrong
-        return device, messages.Failed(error.message, error.remedy)
+                    raise WorkerError(f"it sent {type(message).__name__} while it was configured")
+        except WorkerError as error:
+            return device, messages.Failed(error.message, error.remedy)
 
     def _welcome(self, device: int, ready: messages.WorkerReady) -> None:
-        member = self._members[device]
+        member = self.members[device]
         assert member.setup is not None
         member.state, member.ready_s, member.address = "ready", time.monotonic(), ready.address
         member.pid = ready.pid if member.pid is None else member.pid
         if device not in self._local:
             member.offset_s = time.monotonic() - ready.clock_s
         self._tell_lanes(device, member.setup)
-        for peer, other in enumerate(self._members):
+        for peer, other in enumerate(self.members):
             if peer != device and other.state == "ready":
                 self.relink(device, peer)
             elif peer != device and other.epoch != member.setup.epochs[peer]:
@@ -486,7 +468,7 @@ class Hub:
 
     def _tell(self, source: tuple[int, int], message: messages.Message) -> None:
         device, epoch = source
-        if self._members[device].epoch == epoch:
+        if self.members[device].epoch == epoch:
             self.order(device, message)
 
     def _end_started(self) -> None:
@@ -496,7 +478,7 @@ class Hub:
             if isinstance(message, LocalProcess):
                 message.end(0.0)
 
-    def _end(self, member: _Member, timeout_s: float) -> str:
+    def _end(self, member: WorkerMember, timeout_s: float) -> str:
         process, connection = member.process, member.connection
         member.process = member.connection = member.pieces = None
         if connection is not None:

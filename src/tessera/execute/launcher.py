@@ -1,14 +1,14 @@
 """Launcher: runs the launches of a trace on the memory of one device.
 
 A result must have the recorded layout, which later launches read. After its first run a launch is bound to
-the places of its buffers (`bind`): an operator with an `out` variant writes in place, other results are
-copied. Not bound: draws of random numbers, PTX kernels, and launches with a buffer without a fixed place.
+the places of its buffers: its arguments stay. Not bound: draws of random numbers, PTX kernels, and launches
+with a buffer without a fixed place.
 
 A draw runs with the device's default generator set from the generator's buffer (`drawing`), which is then
 updated.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
@@ -22,87 +22,73 @@ from tessera.ir import GENERATOR, Arg, Launch, Origin, Symbol, Trace, View
 from tessera.kernels import MODULES
 from tessera.kernels.launch import run_kernel
 
-Make = Callable[[Memory], Any]
-
 
 class Launcher:
     def __init__(self, trace: Trace, device: torch.device) -> None:
         self._trace, self._device = trace, device
-        self._ready: dict[int, Callable[[Memory], None]] = {}
 
-    def run(self, launch: int, memory: Memory) -> None:
-        bound = memory.calls.get(launch)
+    def run(self, index: int, memory: Memory) -> None:
+        bound = memory.calls.get(index)
         if bound is not None:
             bound()
             return
-        if launch not in self._ready:
-            self._ready[launch] = self._prepare(launch)
-        self._ready[launch](memory)
-        self._bind(launch, memory)
-
-    def _bind(self, index: int, memory: Memory) -> None:
         launch, kernel = self._trace.launches[index], self._trace.kernel_of(index)
-        is_fixed = all(memory.is_fixed(view.buffer) for view in launch.views)
-        is_draw = generator_buffer(self._trace, launch) is not None
-        if not is_fixed or is_draw or kernel.origin is not Origin.ATEN:
-            return
-        memory.calls[index] = bind(
-            find_operator(kernel.name),
-            [self._maker(arg)(memory) for arg in launch.args],
-            {name: self._maker(arg)(memory) for name, arg in launch.kwargs},
-            _results_to_keep(launch),
-            lambda view: tensor_of(memory.get(view.buffer), view),
-            f"launch {index} ({kernel.name})",
-        )
-
-    def _prepare(self, index: int) -> Callable[[Memory], None]:
-        launch = self._trace.launches[index]
-        if self._trace.kernel_of(index).origin is not Origin.ATEN:
-            return self._prepare_kernel(index, launch)
-        operator = find_operator(self._trace.kernel_of(index).name)
-        args = [self._maker(arg) for arg in launch.args]
-        kwargs = {name: self._maker(arg) for name, arg in launch.kwargs}
-        keep = _results_to_keep(launch)
         generator = generator_buffer(self._trace, launch)
-
-        def call(memory: Memory) -> None:
-            result = operator(*(make(memory) for make in args), **{k: m(memory) for k, m in kwargs.items()})
-            results = result if isinstance(result, tuple | list) else (result,)
-            for place, view in keep:
-                self._check(index, results[place], view)
-                memory.put(view.buffer, results[place].untyped_storage())
-
-        def draw(memory: Memory) -> None:
-            assert generator is not None
+        if kernel.origin is not Origin.ATEN:
+            self._run_kernel(index, launch, memory)
+        elif generator is not None:
             with drawing(self._trace.buffers[generator].name, memory.get(generator)):
-                call(memory)
+                self._run_operator(index, launch, memory)
+        else:
+            self._run_operator(index, launch, memory)
+            if all(memory.is_fixed(view.buffer) for view in launch.views):
+                memory.calls[index] = self._bind(index, launch, memory)
 
-        return call if generator is None else draw
+    def _run_operator(self, index: int, launch: Launch, memory: Memory) -> None:
+        args, kwargs = self._arguments(launch, memory)
+        results = _listed(find_operator(self._trace.kernel_of(index).name)(*args, **kwargs))
+        for place, view in _results_to_keep(launch):
+            self._check(index, results[place], view)
+            memory.put(view.buffer, results[place].untyped_storage())
 
-    def _prepare_kernel(self, index: int, launch: Launch) -> Callable[[Memory], None]:
-        kernel, args = self._trace.kernel_of(index), [self._maker(arg) for arg in launch.args]
+    def _bind(self, index: int, launch: Launch, memory: Memory) -> Callable[[], None]:
+        """The launch with these arguments, whose results are copied to their places."""
+        operator = find_operator(self._trace.kernel_of(index).name)
+        args, kwargs = self._arguments(launch, memory)
+        keep = [
+            (place, view, tensor_of(memory.get(view.buffer), view))
+            for place, view in _results_to_keep(launch)
+        ]
+
+        def call() -> None:
+            results = _listed(operator(*args, **kwargs))
+            for place, view, held in keep:
+                if results[place].shape != held.shape:
+                    self._check(index, results[place], view)
+                held.copy_(results[place])
+
+        return call
+
+    def _run_kernel(self, index: int, launch: Launch, memory: Memory) -> None:
+        kernel = self._trace.kernel_of(index)
         if not kernel.ptx:
             remedy = "Capture it again."
             raise WorkerError(f"launch {index} ({kernel.name}) is not an operator and has no PTX", remedy)
         x, y, z = (*launch.grid, 1, 1, 1)[:3]
         u, v, w = (*launch.block, 1, 1, 1)[:3]
+        run_kernel(kernel, (x, y, z), (u, v, w), self._arguments(launch, memory)[0])
 
-        def call(memory: Memory) -> None:
-            run_kernel(kernel, (x, y, z), (u, v, w), [make(memory) for make in args])
+    def _arguments(self, launch: Launch, memory: Memory) -> tuple[list[Any], dict[str, Any]]:
+        def value(arg: Arg) -> Any:
+            if isinstance(arg, View):
+                return tensor_of(memory.get(arg.buffer), arg)
+            if isinstance(arg, tuple):
+                return [value(item) for item in arg]
+            if isinstance(arg, Symbol):  # the recorded device stands for the current one
+                return self._device if arg.kind == "device" else getattr(torch, arg.name)
+            return arg
 
-        return call
-
-    def _maker(self, arg: Arg) -> Make:
-        if isinstance(arg, View):
-            view = arg
-            return lambda memory: tensor_of(memory.get(view.buffer), view)
-        if isinstance(arg, tuple):
-            items = [self._maker(item) for item in arg]
-            return lambda memory: [item(memory) for item in items]
-        if isinstance(arg, Symbol):  # the recorded device stands for the current one
-            constant = self._device if arg.kind == "device" else getattr(torch, arg.name)
-            return lambda memory: constant
-        return lambda memory: arg
+        return [value(arg) for arg in launch.args], {name: value(arg) for name, arg in launch.kwargs}
 
     def _check(self, index: int, tensor: torch.Tensor, view: View) -> None:
         layout = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
@@ -118,6 +104,7 @@ class Launcher:
             )
 
 
+@cache
 def find_operator(name: str) -> Any:
     namespace, operator, overload = name.split(".")
     if namespace == "tessera" and operator in MODULES:
@@ -127,6 +114,10 @@ def find_operator(name: str) -> Any:
     except AttributeError as error:
         remedy = "Import the package that registers it, or use the torch version of the capture."
         raise WorkerError(f"this torch has no operator {name}", remedy) from error
+
+
+def _listed(result: Any) -> Any:
+    return result if isinstance(result, tuple | list) else (result,)
 
 
 def _results_to_keep(launch: Launch) -> list[tuple[int, View]]:
@@ -139,78 +130,6 @@ def _results_to_keep(launch: Launch) -> list[tuple[int, View]]:
         for place, view in enumerate(launch.outputs)
         if view is not None and (view.buffer in written or view.num_elements == 0)
     ]
-
-
-def bind(
-    operator: Any,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    keep: Sequence[tuple[int, View]],
-    place: Callable[[View], torch.Tensor],
-    name: str,
-) -> Callable[[], None]:
-    into = [(index, place(view), torch.Size(view.shape)) for index, view in keep]
-    if not into:
-        return lambda: operator(*args, **kwargs)
-    if len(into) == 1 and into[0][0] == 0:
-        out = out_variant(operator)
-        if out is not None:
-            return _written(out, args, kwargs, into[0][1], into[0][2], name)
-
-    def call() -> None:
-        result = operator(*args, **kwargs)
-        results = result if isinstance(result, tuple | list) else (result,)
-        for index, held, shape in into:
-            if results[index].shape != shape:
-                raise _misshapen(name, results[index], shape)
-            held.copy_(results[index])
-
-    return call
-
-
-def _written(
-    out: Any, args: Sequence[Any], kwargs: dict[str, Any], held: torch.Tensor, shape: torch.Size, name: str
-) -> Callable[[], None]:
-    stride, start = held.stride(), held.data_ptr()
-
-    def call() -> None:
-        out(*args, **kwargs, out=held)
-        # An operator with another result shape resizes or moves `out`.
-        if held.shape != shape or held.stride() != stride or held.data_ptr() != start:
-            raise _misshapen(name, held, shape)
-
-    return call
-
-
-def _misshapen(name: str, result: torch.Tensor, shape: torch.Size) -> WorkerError:
-    return WorkerError(
-        f"{name} gave a result of shape {tuple(result.shape)}, the trace has {tuple(shape)}",
-        "Capture the trace again with this version of torch.",
-    )
-
-
-@cache
-def out_variant(operator: Any) -> Any | None:
-    """The overload with the same arguments and one tensor `out`."""
-    schema = operator._schema
-    if len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor" or schema.is_mutable:
-        return None
-    if schema.name.endswith("_loss"):  # mse_loss.out resizes `out` to its input's shape while it runs
-        return None
-    packet = operator.overloadpacket
-    signature = _signature(schema.arguments)
-    for overload in packet.overloads():
-        variant = getattr(packet, overload)
-        arguments = variant._schema.arguments
-        outs = [a for a in arguments if a.is_out]
-        others = [a for a in arguments if not a.is_out]
-        if len(outs) == 1 and outs[0].name == "out" and _signature(others) == signature:
-            return variant
-    return None
-
-
-def _signature(arguments: Sequence[Any]) -> list[tuple[str, str]]:
-    return [(a.name, str(a.type)) for a in arguments]
 
 
 def generator_buffer(trace: Trace, launch: Launch) -> int | None:

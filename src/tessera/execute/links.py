@@ -8,11 +8,19 @@ epoch. A frame that no program could have sent closes the link.
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tessera.execute.mailbox import Hangup, Mailbox, PeerConnection
-from tessera.execute.messages import PIECE_BYTES, LinkClose, LinkFrame, LinkOpen, PageFrame, PageTaken, Setup
+from tessera.execute.messages import (
+    PIECE_BYTES,
+    LinkClose,
+    LinkFrame,
+    LinkOpen,
+    PageFrame,
+    PageTaken,
+    PeerLost,
+    Setup,
+)
 from tessera.ir import Program
 
 OPEN_S = 20.0
@@ -20,17 +28,10 @@ CLOSE_S = 1.0
 Frame = LinkFrame | PageFrame | PageTaken
 
 
-@dataclass(frozen=True, slots=True)
-class Gone:
-    device: int
-    message: str
-    epoch: int
-
-
 class Links:
     """`post` hears of links that were cut."""
 
-    def __init__(self, setup: Setup, mailbox: Mailbox, post: Callable[[Gone], None]) -> None:
+    def __init__(self, setup: Setup, mailbox: Mailbox, post: Callable[[PeerLost], None]) -> None:
         self.epochs = list(setup.epochs)
         self._mailbox, self._device, self._post = mailbox, setup.device, post
         # Called in the thread that pumps the mailbox; the contents stay valid.
@@ -151,4 +152,4 @@ class Links:
         connection.close()
         peer = self._forget(connection)
         if peer is not None and not self._is_closed:
-            self._post(Gone(peer, why, self.epochs[peer]))
+            self._post(PeerLost(peer, why, self.epochs[peer]))

@@ -8,8 +8,8 @@ ends derive CURVE keys: bytes are encrypted, and only the client key of the same
 
 A socket's monitor reports closed connections; TCP keep-alive finds machines that vanished.
 
-Any thread may send or wake. One thread at a time calls `pump`: the engine while it waits; a worker's idle
-loop (`lead`), or the mailbox's own thread while the loop computes.
+Any thread may send or wake. One thread calls `pump`: the engine while it waits, in a worker the mailbox's own
+(`start`).
 """
 
 import contextlib
@@ -51,8 +51,6 @@ KEEP_ALIVE = {
 # Operations on the library's enums take microseconds.
 EVENTS, POLLIN, NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
 SEND_MORE = int(zmq.SNDMORE) | NOBLOCK
-# A loop that has not pumped for this long computes: the mailbox's thread pumps instead.
-TAKE_OVER_S = 0.02
 ZAP = "inproc://zeromq.zap.01"
 TOO_LONG = "it sent a message that is too long"
 REFUSALS = {
@@ -131,16 +129,13 @@ class Mailbox:
         self._epoll = select.epoll()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake_fd, select.EPOLLIN)
-        # File descriptor -> its end, and whether it is the monitor's.
-        self._by_fd: dict[int, tuple[_End, bool]] = {}
+        # By the file descriptors of its socket and its monitor.
+        self._by_fd: dict[int, _End] = {}
         self._ends: list[_End] = []
         self._num_sockets = 0
         self._broken: deque[PeerConnection] = deque()
         self._thread: threading.Thread | None = None
         self._is_over = False
-        # Held by the thread that pumps; calls of `lead` so far.
-        self._pumping = threading.Lock()
-        self._num_led = 0
 
     def listen(
         self,
@@ -188,53 +183,28 @@ class Mailbox:
         return end.connection
 
     def start(self) -> None:
-        """Pumps in a thread until `close`, unless another thread does (`lead`)."""
+        """Pumps in a thread until `close`."""
 
         def run() -> None:
-            num_led = 0
             while not self._is_over:
-                if num_led != self._num_led or not self._pumping.acquire(blocking=False):
-                    num_led = self._num_led
-                    time.sleep(TAKE_OVER_S)
-                    continue
-                try:
-                    self.pump(None)
-                finally:
-                    self._pumping.release()
+                self.pump(None)
 
         self._thread = threading.Thread(target=run, name="tessera-mailbox", daemon=True)
         self._thread.start()
 
     def pump(self, timeout_s: float | None) -> None:
-        # End -> whether its monitor has news. Reading an idle monitor costs as much as a message.
-        ready: dict[_End, bool] = {}
+        ready: dict[_End, None] = {}  # in order
         for fd, _ in self._epoll.poll(timeout_s):
             if fd == self._wake_fd:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake_fd)
-                ready |= dict.fromkeys(list(self._ends), True)
-            elif (source := self._by_fd.get(fd)) is not None:  # else another thread has closed it
-                end, is_monitor = source
-                ready[end] = ready.get(end, False) or is_monitor
-        for end, has_events in ready.items():
-            self._drain(end, has_events)
+                ready |= dict.fromkeys(list(self._ends))
+            elif (end := self._by_fd.get(fd)) is not None:  # else another thread has closed it
+                ready[end] = None
+        for end in ready:
+            self._drain(end)
         while self._broken:
             self._hang_up(self._broken.popleft(), Hangup())
-
-    def lead(self, timeout_s: float | None) -> bool:
-        """Pumps in place of the mailbox's thread; False while that one does."""
-        self._num_led += 1
-        if self._is_over or not self._pumping.acquire(blocking=False):
-            return False
-        try:
-            self.pump(timeout_s)
-        finally:
-            self._pumping.release()
-        return True
-
-    @property
-    def has_news(self) -> bool:
-        return not self._is_over and bool(self._epoll.poll(0)) and not self._pumping.locked()
 
     def wake(self) -> None:
         os.eventfd_write(self._wake_fd, 1)
@@ -304,9 +274,9 @@ class Mailbox:
     def _add(self, end: _End) -> None:
         with self._lock:
             self._ends.append(end)
-            for each, is_monitor in ((end.socket, False), (end.monitor, True)):
+            for each in (end.socket, end.monitor):
                 fd: Any = each.getsockopt(zmq.FD)
-                self._by_fd[fd] = end, is_monitor
+                self._by_fd[fd] = end
                 self._epoll.register(fd, select.EPOLLIN)
         self.wake()
 
@@ -338,10 +308,9 @@ class Mailbox:
 
         threading.Thread(target=answer, name="tessera-keys", daemon=True).start()
 
-    def _drain(self, end: _End, has_events: bool) -> None:
+    def _drain(self, end: _End) -> None:
         """Reports closed connections after the messages that came over them."""
-        if has_events:
-            self._read_monitor(end)
+        self._read_monitor(end)
         while (frames := self._receive(end)) is not None:
             self._deliver(end, frames)
         closing, end.closing = end.closing, []
@@ -360,10 +329,8 @@ class Mailbox:
             connection = self._connection(end, frames.pop(0).bytes, frames[0])
         if connection.is_closed:
             return
-        message: Any = None
-        if sum(map(len, frames)) > end.max_bytes(connection):
-            message = Hangup(TOO_LONG)
-        else:
+        message: Message | Hangup = Hangup(TOO_LONG)
+        if sum(map(len, frames)) <= end.max_bytes(connection):
             try:
                 message = messages.decode(frames[0].buffer)
             except TesseraError as error:

@@ -216,11 +216,6 @@ class Welcome(_Message, frozen=True):
     config: bytes
 
 
-class Refused(_Message, frozen=True):
-    message: str
-    remedy: str
-
-
 class Want(_Message, frozen=True):
     """A worker requests a weight from byte `start` on."""
 
@@ -282,6 +277,8 @@ class Done(_Message, frozen=True):
 
 
 class Failed(_Message, frozen=True):
+    """A worker ends with an error, or the engine refuses it."""
+
     message: str
     remedy: str
 
@@ -294,11 +291,6 @@ class PeerLost(_Message, frozen=True):
     epoch: Whole = 0
 
 
-class StoreSet(_Message, frozen=True):
-    key: str
-    value: bytes
-
-
 class StoreGet(_Message, frozen=True):
     """Answered when the value is set."""
 
@@ -306,15 +298,15 @@ class StoreGet(_Message, frozen=True):
 
 
 class StoreValue(_Message, frozen=True):
-    """An empty value will never be set."""
+    """A worker's value for others, and the answer to `StoreGet`; an empty value will never be set."""
 
     key: str
     value: bytes
 
 
-Joining = Hello | Welcome | Refused | Want | WeightBytes | Configured | Leave
+Joining = Hello | Welcome | Want | WeightBytes | Configured | Leave
 Linking = LinkOpen | LinkClose | LinkFrame | PageFrame | PageTaken | Relink | PeerLost
-Storing = WorkerReady | StoreSet | StoreGet | StoreValue
+Storing = WorkerReady | StoreGet | StoreValue
 Order = Begin | LateInputs | Clear | Cancel | LoadLanes | DropLanes | MovePages | Where
 Message = Joining | Linking | Storing | Order | Cancelled | Done | Progress | Failed
 _ENCODER = msgspec.msgpack.Encoder()

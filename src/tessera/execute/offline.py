@@ -91,7 +91,7 @@ class _Run(Watcher[int]):
         self.results = [RunResult(-1) for _ in self.requests]
         self._faults: list[str] = []
         self._num_done = 0
-        # A microbatch is one request and ends, so no turns are needed.
+        # A microbatch is one request and ends, so no step waits for its turn.
         config = SchedulerConfig(depth=self.depth, patience=math.inf)
         self._scheduler = Scheduler(self.stepper, lambda number, lane: _One(self, number, lane), config, self)
 

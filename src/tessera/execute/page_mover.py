@@ -84,7 +84,7 @@ class PageCopier:
         return None
 
     def staging(self, size: int, path: Path | None) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8) if path is None else shared_bytes(path, size)
+        return shared_bytes(path, size)
 
 
 @dataclass

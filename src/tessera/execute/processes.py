@@ -78,7 +78,7 @@ class LocalProcess:
         self.pid = self._process.pid
         # Sees the child itself if the server process, which reports the end of its children, is dead.
         self._pid_fd: int | None = None
-        with suppress(OSError, AttributeError):  # gone already, or no Linux
+        with suppress(OSError):  # gone already
             self._pid_fd = os.pidfd_open(self.pid or 0)
 
     def run(self, value: Any) -> None:
@@ -93,25 +93,15 @@ class LocalProcess:
     def end(self, timeout_s: float) -> str:
         """Kills the child after the time; returns how it ended."""
         fd, self._pid_fd = self._pid_fd, None
-        has_ended = fd is not None and _has_ended(fd, timeout_s)
-        self._process.join(timeout_s if fd is None or has_ended else 0.0)
-        if has_ended or (fd is None and not self._process.is_alive()):
-            how = f"exit code {self._process.exitcode}"
-        else:
-            self._process.kill()  # no-op if the server process is dead
-            if fd is not None:
+        is_killed = fd is not None and not wait([fd], timeout_s)
+        if fd is not None:
+            if is_killed:
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(fd, signal.SIGKILL)
-                _has_ended(fd, KILL_S)
-            self._process.join(KILL_S)
-            how = "killed by the engine"
-        if fd is not None:
+                wait([fd], KILL_S)
             os.close(fd)
-        return how
-
-
-def _has_ended(pid_fd: int, timeout_s: float) -> bool:
-    return bool(wait([pid_fd], timeout_s))
+        self._process.join(KILL_S)
+        return "killed by the engine" if is_killed else f"exit code {self._process.exitcode}"
 
 
 class _Handed:

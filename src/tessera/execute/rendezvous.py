@@ -1,13 +1,12 @@
 """Rendezvous: where remote workers connect, which device each one gets, and the store that workers share."""
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from tessera.execute.engine_connection import key_of, own_version
-from tessera.execute.mailbox import Mailbox, PeerConnection
-from tessera.execute.messages import ANY_RANK, Hello, Message, Refused, StoreValue
+from tessera.execute.mailbox import Hear, Mailbox, PeerConnection
+from tessera.execute.messages import ANY_RANK, Failed, Hello, Message, StoreValue
 from tessera.execute.processes import raise_file_limit
 
 NUM_COMPLAINTS = 16
@@ -21,12 +20,12 @@ class Rendezvous:
         raise_file_limit()  # silent connections hold a descriptor each until their handshake times out
         self.host, self.secret, self._complain = host, secret, complain
         self.complaints: deque[str] = deque(maxlen=NUM_COMPLAINTS)
-        self.hear: Callable[[PeerConnection, Any], None] = lambda connection, message: None
+        self.hear: Hear = lambda connection, message, contents: None
         self.max_bytes: Callable[[PeerConnection], int] = lambda connection: MAX_ASKED_BYTES
         self.mailbox = Mailbox(self.note)
         self.address = self.mailbox.listen(
             f"tcp://{host}:{port or '*'}",
-            lambda connection, message, contents: self.hear(connection, message),
+            lambda *news: self.hear(*news),  # noqa: PLW0108 - the hub sets it
             secret,
             lambda connection: self.max_bytes(connection),  # noqa: PLW0108 - the hub sets it
         )
@@ -54,14 +53,14 @@ class WorkerGroup:
     num_devices: int
     digest: str = ""
 
-    def refusal(self, hello: Hello) -> Refused | None:
+    def refusal(self, hello: Hello) -> Failed | None:
         if hello.version != own_version():
             message = f"it has Tessera {hello.version}, the engine {own_version()}"
-            return Refused(message, "Install the same version everywhere.")
+            return Failed(message, "Install the same version everywhere.")
         if hello.digest not in ("", self.digest):
-            return Refused("it has other plans", "Copy the same plan files everywhere.")
+            return Failed("it has other plans", "Copy the same plan files everywhere.")
         if not ANY_RANK <= hello.rank < self.num_devices:
-            return Refused(f"there is no rank {hello.rank}", f"There are {self.num_devices}, from 0.")
+            return Failed(f"there is no rank {hello.rank}", f"There are {self.num_devices}, from 0.")
         return None
 
     def choose(
@@ -82,29 +81,27 @@ class Board:
     def __init__(self, send: Callable[[tuple[int, int], Message], None]) -> None:
         self._send = send
         self._values: dict[str, bytes] = {}
+        # Ends of the keys of lost workers.
         self._gone: set[str] = set()
-        self._asking: list[tuple[tuple[int, int], str]] = []
+        self._asking: dict[str, list[tuple[int, int]]] = defaultdict(list)
 
     def set(self, key: str, value: bytes) -> None:
         self._values[key] = value
-        for source in [source for source, awaited in self._asking if awaited == key]:
+        for source in self._asking.pop(key, ()):
             self._send(source, StoreValue(key, value))
-        self._asking = [(source, awaited) for source, awaited in self._asking if awaited != key]
 
     def get(self, source: tuple[int, int], key: str) -> None:
-        value = b"" if any(map(key.endswith, self._gone)) else self._values.get(key)
-        if value is None:
-            self._asking.append((source, key))
-        else:
-            self._send(source, StoreValue(key, value))
+        self._asking[key].append(source)
+        if any(map(key.endswith, self._gone)):
+            self.set(key, b"")
+        elif key in self._values:
+            self.set(key, self._values[key])
 
     def forget(self, device: int, epoch: int) -> None:
         """Drops a lost worker's requests and values; requests for its values are answered with nothing."""
         end = key_of("", device, epoch)
         self._gone.add(end)
-        self._values = {key: value for key, value in self._values.items() if not key.endswith(end)}
-        asking = [ask for ask in self._asking if ask[0][0] != device]
-        self._asking = [ask for ask in asking if not ask[1].endswith(end)]
-        for source, key in asking:
+        for key, sources in list(self._asking.items()):
+            sources[:] = [source for source in sources if source[0] != device]
             if key.endswith(end):
-                self._send(source, StoreValue(key, b""))
+                self.set(key, b"")

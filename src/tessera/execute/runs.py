@@ -1,16 +1,19 @@
-"""Runs: open microbatches, and the programs that workers run for them.
+"""Runs: open microbatches, the programs that workers run for them, and moves of pages between them.
 
 Programs that move state between two steps run before the later step. A cancelled run continues until its
 devices report its end; orders of its microbatch wait for that. A step may be ordered while another runs, over
-several devices only if it cannot overtake the first on a link (`overlap`).
+several devices only if it cannot overtake the first on a link (`lanes`).
 
 Answers are checked against the program: a worker that answers for a run it has no part in, omits an output,
 or returns another shape is lost. Wrong values in the right shape are not detected.
+
+A move has a run per pair of devices. The source's worker gets the order, the destination's reports the end. A
+failed move is cancelled at both ends before `Moved` says so: its pages can be used again at once.
 """
 
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -21,7 +24,8 @@ from tessera.execute import messages
 from tessera.execute.hub import Hub
 from tessera.execute.lanes import Lanes, LoadedLane
 from tessera.execute.memory import named_on
-from tessera.execute.stepper import SpanLog, StepCall, StepDone, Tensors
+from tessera.execute.page_mover import WORD
+from tessera.execute.stepper import Event, Moved, PageMove, Route, SpanLog, StepCall, StepDone, Tensors
 from tessera.execute.transport import HOST, SHM
 from tessera.ir import BufferKind, DeviceKind, Program, Run, Trace
 from tessera.kernels.choice import LATE_INPUTS
@@ -58,6 +62,21 @@ class Running:
     until_s: float
 
 
+@dataclass
+class MoveUnderWay:
+    move: PageMove
+    homes: tuple[int | None, ...]
+    num_bytes: Counter[tuple[int, int]]
+    # Run -> source and destination, until it has ended.
+    runs: dict[int, tuple[int, int]]
+    # Deadline of the move, or of its cancellation once it has failed.
+    until_s: float
+    began_s: float = field(default_factory=time.monotonic)
+    failure: str = ""
+    # (run, device) that have not confirmed the cancellation.
+    ending: set[tuple[int, int]] = field(default_factory=set)
+
+
 class Runs:
     def __init__(self, lanes: Lanes, hub: Hub, timeout_s: float | None) -> None:
         self.lanes, self.hub, self._timeout_s = lanes, hub, timeout_s
@@ -78,6 +97,8 @@ class Runs:
         self.busy_s = dict.fromkeys(self._names, 0.0)
         self.experts: dict[str, list[int]] = {}
         self.moved: Counter[tuple[str, str]] = Counter()
+        self.moves: list[MoveUnderWay] = []
+        self._events: deque[Event] = deque()
 
     def add(self, lanes: Sequence[Sequence[Program]]) -> None:
         self.programs += lanes
@@ -111,7 +132,7 @@ class Runs:
             return False
         lane, setup = opened.lane, self.hub.setups[0]
         if setup.transport in (HOST, SHM) and any(d.kind is DeviceKind.CUDA for d in setup.cluster.devices):
-            return len(lane.devices) == 1  # flags of a microbatch belong to one run; see `cuda.host`
+            return len(lane.devices) == 1  # flags of a microbatch belong to one run; see `cuda.transport`
         return lane.can_queue
 
     def start(self, call: StepCall) -> None:
@@ -159,7 +180,8 @@ class Runs:
             self.experts[scope] = [*map(sum, zip_longest(self.experts.get(scope, ()), rows, fillvalue=0))]
         step.idle_s[self._names[device]] = done.idle_s
         if self.spans is not None:
-            self.spans.add(device, done, program, trace, opened.number, self.hub.clock_offset_s)
+            offsets_s = [member.offset_s for member in self.hub.members]
+            self.spans.add(device, done, program, trace, opened.number, offsets_s)
         if running.missing:
             return None
         del self.running[done.run]
@@ -169,7 +191,7 @@ class Runs:
             self._run_next(opened, step)
             return None
         for one in participants(program, set()):
-            self.hub.healthy(one)
+            self.hub.members[one].failures = 0
         opened.steps.remove(step)
         now_s = time.monotonic()
         for other in self.running.values():  # the queued step begins now
@@ -183,7 +205,10 @@ class Runs:
         return float("inf") if self._timeout_s is None else time.monotonic() + self._timeout_s
 
     def over(self, run: int, device: int) -> None:
-        """Notes that a cancelled run has ended on a device."""
+        """Notes that a cancelled run or move has ended on a device."""
+        for entry in list(self.moves):
+            entry.ending.discard((run, device))
+            self._settle_move(entry)
         for ending in self._ending.values():
             if ending[run, device]:
                 ending[run, device] -= 1
@@ -207,6 +232,64 @@ class Runs:
         for number in microbatches:
             del self.opened[number]
         self.dead.update(microbatches)
+
+    def start_move(self, move: PageMove, routes: Sequence[Route], homes: tuple[int | None, ...]) -> None:
+        for size in (size for route in routes for _, size in route.buffers):
+            if size % WORD:
+                message = f"a page has {size} bytes, no multiple of {WORD}"
+                raise MismatchError(message, "Plan without moves.", f"move {move.number}")
+        entry = MoveUnderWay(move, homes, Counter(), {}, self._due_s())
+        for route in routes:
+            run, pair = self.new_run(), (route.source, route.destination)
+            entry.runs[run] = pair
+            entry.num_bytes[pair] += route.num_bytes
+            pages = (list(route.from_pages), list(route.to_pages))
+            order = messages.MovePages(run, route.destination, *route.places, route.buffers, *pages)
+            self.hub.order(route.source, order)
+        self.moves.append(entry)
+        self._settle_move(entry)
+
+    def has_moved(self, device: int, run: int) -> bool:
+        """The destination has all pages; False if this is no run of a move."""
+        for entry in self.moves:
+            if entry.runs.get(run, (-1, -1))[1] == device:
+                if not entry.failure:
+                    del entry.runs[run]
+                    self._settle_move(entry)
+                return True
+        return False
+
+    def fail_moves(
+        self, why: str, is_hit: Callable[[MoveUnderWay], bool], gone: Collection[int] = ()
+    ) -> None:
+        for entry in list(self.moves):
+            if not entry.failure and is_hit(entry):
+                entry.failure, entry.until_s = why, self._due_s()
+                entry.ending = {(run, device) for run, ends in entry.runs.items() for device in ends}
+                for run, device in entry.ending:
+                    if device not in gone:
+                        self.hub.order(device, messages.Cancel(run))
+            entry.ending = {(run, device) for run, device in entry.ending if device not in gone}
+            self._settle_move(entry)
+
+    def late_moves(self) -> tuple[list[tuple[int, int]], set[int]]:
+        """Cancels late moves; returns their pairs of devices, and devices that have not confirmed."""
+        late = [entry for entry in self.moves if entry.until_s <= time.monotonic()]
+        silent = {device for entry in late if entry.failure for _, device in entry.ending}
+        pairs = [pair for entry in late if not entry.failure for pair in entry.runs.values()]
+        why = f"its pages have not arrived within {self._timeout_s:g} s" if late else ""
+        self.fail_moves(why, lambda entry: any(entry is other for other in late))
+        return pairs, silent
+
+    def _settle_move(self, entry: MoveUnderWay) -> None:
+        if (not entry.failure and entry.runs) or entry.ending:
+            return
+        self.moves.remove(entry)
+        num_bytes = 0 if entry.failure else entry.num_bytes.total()
+        for (src, dst), size in entry.num_bytes.items() if not entry.failure else ():
+            self.moved[self._names[src], self._names[dst]] += size
+        seconds = time.monotonic() - entry.began_s
+        self._events.append(Moved(entry.move.number, entry.failure, seconds, num_bytes))
 
     def _path(self, opened: OpenMicrobatch, step: int) -> list[int]:
         """Programs from a microbatch's position to a step, ending with the step's own."""
@@ -314,21 +397,13 @@ def problem_of(
         packed = done.outputs.get(name)
         if packed is not None and (packed.dtype, packed.shape) != (view.dtype, view.shape):
             return f"its '{name}' is {packed.dtype} {list(packed.shape)}, not {view.dtype} {list(view.shape)}"
-    if wants_state and (wrong := _state_problem(done, trace, program, device)):
-        return wrong
+    state = {trace.buffers[b].name: trace.buffers[b].size_bytes for b, at in program.homes if at == device}
+    if wants_state and {name: packed.data.nbytes for name, packed in done.state.items()} != state:
+        return f"it handed over state {_listed(done.state)} in place of {_listed(state)}, or of another size"
     if any(row[0] >= len(trace.launches) for row in done.spans):
         return f"it reported a launch beyond the {len(trace.launches)} of the step"
     if any(row[0] >= len(program.transfers) for row in done.transfers):
         return f"it reported a transfer beyond the {len(program.transfers)} of the program"
-    return ""
-
-
-def _state_problem(done: messages.Done, trace: Trace, program: Program, device: int) -> str:
-    sizes = {
-        trace.buffers[b].name: trace.buffers[b].size_bytes for b, home in program.homes if home == device
-    }
-    if {name: packed.data.nbytes for name, packed in done.state.items()} != sizes:
-        return f"it handed over state {_listed(done.state)} in place of {_listed(sizes)}, or of another size"
     return ""
 
 

@@ -17,7 +17,6 @@ Imports no torch.
 """
 
 import heapq
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -146,7 +145,7 @@ class Scheduler(Generic[R]):
         self.failure = ""
         self.policy, self.plan = 0, stepper.plans[0]
         self._retries: dict[R, int] = {}
-        self._turns = Turns(self._config.patience) if self._config.patience < math.inf else None
+        self._turns = Turns(self._config.patience)
         self._costs: dict[int, tuple[StepCost, ...]] = {}
         self._ready: list[Microbatch[R]] = []
         # Numbers of closed microbatches (heap), and the next unused number.
@@ -211,7 +210,7 @@ class Scheduler(Generic[R]):
         """Waits for running steps and closes every microbatch; drops all requests."""
         while self.queue.pop() is not None:
             pass
-        self._ready, self._turns = [], None
+        self._ready = []
         until_s = self.stepper.now_s() + timeout_s
         while any(m.running for m in self.microbatches.values()):
             left_s = until_s - self.stepper.now_s()
@@ -297,11 +296,10 @@ class Scheduler(Generic[R]):
                 self.stepper.close(microbatch.number)
                 self._close(microbatch)
             return
-        if self._turns is not None:
-            cost = microbatch.costs[call.step]
-            if self._turns.holds(microbatch.number, cost, call.scale, self.stepper.now_s()):
-                microbatch.held = call
-                return
+        cost = microbatch.costs[call.step]
+        if self._turns.holds(microbatch.number, cost, call.scale, self.stepper.now_s()):
+            microbatch.held = call
+            return
         self._run(microbatch, call)
 
     def _run(self, microbatch: Microbatch[R], call: StepCall) -> None:
@@ -329,8 +327,6 @@ class Scheduler(Generic[R]):
         """Nothing moves here."""
 
     def _free(self, *numbers: int) -> None:
-        if self._turns is None:
-            return
         for held in self._turns.end(*numbers):
             microbatch = self.microbatches[held]
             call, microbatch.held = microbatch.held, None
@@ -339,16 +335,14 @@ class Scheduler(Generic[R]):
             self._run(microbatch, call)
 
     def _count(self, microbatch: Microbatch[R], call: StepCall) -> None:
-        if self._turns is not None:
-            cost = microbatch.costs[call.step]
-            self._turns.start(microbatch.number, cost, call.scale, self.stepper.now_s())
+        cost = microbatch.costs[call.step]
+        self._turns.start(microbatch.number, cost, call.scale, self.stepper.now_s())
 
     def _settle(self, done: StepDone) -> None:
         microbatch = self.microbatches[done.microbatch]
         call = microbatch.running.popleft()
-        if self._turns is not None:
-            microbatch.costs[call.step].seen(done.seconds / call.scale)
-            self._free(done.microbatch)
+        microbatch.costs[call.step].seen(done.seconds / call.scale)
+        self._free(done.microbatch)
         if microbatch.running:
             self._count(microbatch, microbatch.running[0])
         left = microbatch.content.end(done)

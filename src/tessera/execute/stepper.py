@@ -11,7 +11,7 @@ A microbatch is opened on one lane of a loaded plan and runs one step at a time.
 Imports no torch: tensors pass through.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -267,15 +267,15 @@ class SpanLog:
         program: Program,
         trace: Trace,
         microbatch: int,
-        offset_s: Callable[[int], float],
+        offsets_s: Sequence[float],
     ) -> None:
-        """`offset_s`: from a device's clock to the stepper's."""
+        """`offsets_s`: from each device's clock to the stepper's."""
         request = self._requests.get(microbatch)
         if request is None:
             return
         names = self._plan.cluster.names
         spans = self._spans.setdefault(request, [])
-        shift_s = offset_s(device) - self._origin_s
+        shift_s = offsets_s[device] - self._origin_s
         for launch, start, stop, cpu_s in done.spans:
             label = trace.kernel_of(launch).name
             begin, end = (start + shift_s) * self._us, (stop + shift_s) * self._us
@@ -283,7 +283,7 @@ class SpanLog:
             self.cpu_us[names[device]] += cpu_s * self._us
         for number, start, stop in done.transfers:
             transfer = program.transfers[number]
-            begin = (start + offset_s(transfer.src) - self._origin_s) * self._us
+            begin = (start + offsets_s[transfer.src] - self._origin_s) * self._us
             track, label = f"{names[transfer.src]} -> {names[transfer.dst]}", f"{transfer.num_bytes} bytes"
             # Clocks of two machines differ; a span must not end before it starts.
             end = max(begin, (stop + shift_s) * self._us)

@@ -54,7 +54,10 @@ class TransferArrived:
     contents: memoryview = NOTHING
 
 
-def shared_bytes(path: Path, size: int) -> torch.Tensor:
+def shared_bytes(path: Path | None, size: int) -> torch.Tensor:
+    """Zeros at first. None: memory of this process alone."""
+    if path is None:
+        return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         os.posix_fallocate(fd, 0, size)  # raises here rather than faulting later
@@ -98,6 +101,7 @@ def resolve(name: str, devices: Sequence[Device], is_local: bool) -> str:
 class Transport(ABC):
     def __init__(self, setup: Setup, links: Links, post: Post) -> None:
         self._device, self._links, self._post = setup.device, links, post
+        self._arenas = Arenas(setup)
         links.arrived = self.arrived
         self.load(setup.programs)
 
@@ -129,15 +133,16 @@ class Transport(ABC):
 
 
 class Arenas:
-    """Shared memory of transfers, in files of the session's folder.
+    """Memory of transfers: files of the session's folder, with transport `host` this process's own.
 
     Each transfer of a program has a fixed place per microbatch, also after a restart. The microbatch's next
-    run, which cannot overtake the last one (`overlap`), reuses it. Programs that need as much, up to the next
+    run, which cannot overtake the last one (`lanes`), reuses it. Programs that need as much, up to the next
     power of two, share a file.
     """
 
     def __init__(self, setup: Setup, opened: Callable[[torch.Tensor], None] = lambda shared: None) -> None:
-        self._device, self._folder, self._microbatches = setup.device, setup.folder, setup.microbatches
+        self._device, self._microbatches = setup.device, setup.microbatches
+        self._folder = Path(setup.folder) if setup.transport == SHM else None
         self._opened = opened
         # ("arena" or "flags", source, destination, bytes per microbatch)
         self._arenas: dict[tuple[str, int, int, int], torch.Tensor] = {}
@@ -173,10 +178,21 @@ class Arenas:
                 part = shared.numpy()[microbatch * stride : (microbatch + 1) * stride]
                 (part.view(np.int64) if kind == "flags" else part)[:] = value
 
+    def flagged(self, dst: int) -> list[tuple[int, int]]:
+        """(microbatch, transfer) whose flags towards a device are set; clears them."""
+        flagged: list[tuple[int, int]] = []
+        for (kind, src, towards, stride), shared in list(self._arenas.items()):
+            if (kind, src, towards) == ("flags", self._device, dst):
+                flags = shared.numpy().view(np.int64)
+                words = np.flatnonzero(flags.copy()).tolist()  # graphs set flags meanwhile
+                flags[words] = 0
+                flagged += [divmod(word, stride // WORD) for word in words]
+        return flagged
+
     def _shared(self, kind: str, src: int, dst: int, stride: int) -> torch.Tensor:
         key = kind, src, dst, stride
         if key not in self._arenas:
-            path = Path(self._folder) / "-".join(map(str, key))
+            path = self._folder / "-".join(map(str, key)) if self._folder else None
             self._arenas[key] = shared_bytes(path, stride * self._microbatches)
             self._opened(self._arenas[key])
             if kind == "flags" and src == self._device:  # set by a worker that was lost
@@ -185,10 +201,6 @@ class Arenas:
 
 
 class SharedMemory(Transport):
-    def __init__(self, setup: Setup, links: Links, post: Post) -> None:
-        self._arenas = Arenas(setup)
-        super().__init__(setup, links, post)
-
     def sender(self, program: Program, microbatch: int, number: int, contents: torch.Tensor) -> Move:
         copy = copier(self._arenas.place(program, microbatch, number), contents)
         dst = program.transfers[number].dst
@@ -209,10 +221,10 @@ class FlaggedMemory(SharedMemory):
     """Beside a GPU: flags in place of notices, polled while a run waits."""
 
     def __init__(self, setup: Setup, links: Links, post: Post) -> None:
+        super().__init__(setup, links, post)
         # Run -> (flags from a peer, transfers not arrived)
         self._watched: dict[int, list[tuple[Words, set[int]]]] = {}
         self._news_s = 0.0
-        super().__init__(setup, links, post)
 
     def load(self, programs: Sequence[Sequence[Program]]) -> None:
         for lane in programs:
@@ -276,8 +288,8 @@ class OverHost(Transport):
     """The bytes follow the frame over the link, and are held until fetched."""
 
     def __init__(self, setup: Setup, links: Links, post: Post) -> None:
-        self._held: dict[tuple[int, int], memoryview] = {}
         super().__init__(setup, links, post)
+        self._held: dict[tuple[int, int], memoryview] = {}
 
     def sender(self, program: Program, microbatch: int, number: int, contents: torch.Tensor) -> Move:
         dst, data = program.transfers[number].dst, contents.numpy().data

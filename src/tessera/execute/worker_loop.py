@@ -13,7 +13,7 @@ from typing import Any
 from tessera.errors import TesseraError
 from tessera.execute import messages
 from tessera.execute.engine_connection import EngineConnection
-from tessera.execute.links import Gone, Links
+from tessera.execute.links import Links
 from tessera.execute.mailbox import Hangup
 from tessera.execute.memory import DeviceState, StatePlace, Storage, is_cleared
 from tessera.execute.page_mover import PageMover, PageNews
@@ -23,7 +23,6 @@ from tessera.ir import Program
 class DeviceWorker(ABC):
     def __init__(self, setup: messages.Setup, engine: EngineConnection) -> None:
         self._setup, self._engine = setup, engine
-        engine.leads = True
         self._programs: list[Sequence[Program]] = []
         self._links = Links(setup, engine.mailbox, engine.post)
         self._links.pages = lambda *news: engine.post(PageNews(*news))
@@ -71,8 +70,8 @@ class DeviceWorker(ABC):
                 self._links.relink(device, epoch, address)
                 self._relink(device, epoch)
                 self._pages.reset(device)
-            case Gone(device, message, epoch):
-                self._engine.tell(messages.PeerLost(device, message, epoch))
+            case messages.PeerLost():
+                self._engine.tell(news)
             case _:
                 raise TesseraError(f"a worker was sent {type(news).__name__}")
 

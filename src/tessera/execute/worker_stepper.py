@@ -6,7 +6,7 @@ was cut: it is reopened, and only runs over it restart.
 """
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,11 +18,10 @@ from tessera.execute.lanes import Lanes, LoadedLane
 from tessera.execute.lower import describe
 from tessera.execute.mailbox import Hangup
 from tessera.execute.memory import Footprint, Programs, check_fits, footprints, ready_programs
-from tessera.execute.moves import Moves, MoveUnderWay
 from tessera.execute.processes import FORKSERVER
-from tessera.execute.runs import Runs
+from tessera.execute.runs import MoveUnderWay, Runs
 from tessera.execute.transport import AUTO, resolve
-from tessera.ir import BufferKind, Graph, Plan, Program, Recv, Send
+from tessera.ir import BufferKind, Plan, Program, Recv, Send
 
 MakeHub = Callable[[Sequence[messages.Setup]], Hub]
 # For a worker's position; a separate thread answers.
@@ -79,8 +78,6 @@ class WorkerStepper(Runs):
         super().__init__(loaded, workers, timeout_s)
         self.add(lanes)
         self._inquiries: list[_Inquiry] = []
-        self._events: deque[stepper.Event] = deque()
-        self._moves = Moves(workers, timeout_s, self._events.append)
         # Link -> (run, device) cancelled when it was reopened: until they end, complaints are about the old
         # link.
         self._stale: dict[tuple[int, int], set[tuple[int, int]]] = {}
@@ -136,7 +133,7 @@ class WorkerStepper(Runs):
         """Frees lanes of replaced plans, and their pages, once nothing uses them."""
         dropped: list[int] = []
         if self.lanes.replaced:
-            homes = {home for entry in self._moves.under_way for home in entry.homes if home is not None}
+            homes = {home for entry in self.moves for home in entry.homes if home is not None}
             dropped = self.lanes.drop({opened.lane.number for opened in self.opened.values()}, homes)
         if dropped or new:
             self.hub.load(new, dropped)
@@ -153,8 +150,7 @@ class WorkerStepper(Runs):
             return
         lanes = [self.opened[number].lane if number in self.opened else None for number in ends]
         routes = stepper.routes_of(move, self.lanes, lanes[0], lanes[1])
-        if lanes[0] is not None and lanes[1] is not None:
-            self._moves.start(move, routes, lanes[0], lanes[1], self.new_run)
+        self.start_move(move, routes, tuple(lane.home for lane in lanes if lane is not None))
 
     def close(self, microbatch: int) -> None:
         super().close(microbatch)
@@ -168,7 +164,7 @@ class WorkerStepper(Runs):
                 set(pair) & set(gone) for pair in entry.runs.values()
             )
 
-        self._moves.fail(why, is_hit, gone)
+        self.fail_moves(why, is_hit, gone)
 
     def take(self, timeout_s: float | None) -> stepper.Event | None:
         until = None if timeout_s is None else time.monotonic() + timeout_s
@@ -197,10 +193,7 @@ class WorkerStepper(Runs):
 
     def use(self) -> stepper.DeviceUse:
         devices = {name: self.hub.status(device) for device, name in enumerate(self._names)}
-        pages = Counter(
-            {(self._names[src], self._names[dst]): num for (src, dst), num in self._moves.moved.items()}
-        )
-        return stepper.DeviceUse(dict(self.busy_s), dict(self.moved + pages), devices, dict(self.experts))
+        return stepper.DeviceUse(dict(self.busy_s), dict(self.moved), devices, dict(self.experts))
 
     def now_s(self) -> float:
         return time.monotonic()
@@ -229,10 +222,9 @@ class WorkerStepper(Runs):
     def _hear(self, device: int, message: Any) -> None:
         match message:
             case messages.Done():
-                if not self._moves.done(device, message.run):
+                if not self.has_moved(device, message.run):
                     self._collect(device, message)
             case messages.Cancelled(run):
-                self._moves.cancelled(run, device)
                 self.over(run, device)
                 for stale in self._stale.values():
                     stale.discard((run, device))
@@ -245,7 +237,8 @@ class WorkerStepper(Runs):
                 self._lose(device, text, remedy)
             case messages.PeerLost(peer, text, epoch) if 0 <= peer < len(self._names) and peer != device:
                 is_stale = any(at == device for _, at in self._stale.get(_pair(device, peer), ()))
-                if self.hub.is_ready(peer) and self.hub.epoch(peer) == epoch and not is_stale:
+                member = self.hub.members[peer]
+                if member.state == "ready" and member.epoch == epoch and not is_stale:
                     self._ask(_Inquiry({device, peer}, ends=(device, peer), why=text))
             case messages.Progress(rows):
                 self._note(device, {run: position for _, run, position in rows})
@@ -268,7 +261,7 @@ class WorkerStepper(Runs):
         inquired = {inquiry.run for inquiry in self._inquiries}
         times = [running.until_s for run, running in self.running.items() if run not in inquired]
         times += [inquiry.until_s for inquiry in self._inquiries]
-        times += [entry.until_s for entry in self._moves.under_way]
+        times += [entry.until_s for entry in self.moves]
         return None if not times or min(times) == float("inf") else min(times)
 
     def _look_at_clock(self) -> None:
@@ -283,7 +276,7 @@ class WorkerStepper(Runs):
         for run, running in self.running.items():
             if running.until_s <= now and run not in inquired:
                 self._ask(_Inquiry(set(running.missing), run))
-        pairs, silent = self._moves.late()
+        pairs, silent = self.late_moves()
         for pair in pairs:
             self.hub.relink(*pair)
         for device in silent:
@@ -330,7 +323,7 @@ class WorkerStepper(Runs):
         uses = [x for x in going.values() if any(_pair(t.src, t.dst) == pair for t in x.program.transfers)]
         hit = sorted({running.microbatch.number for running in uses})
         words = f"the link between {self._names[device]} and {self._names[peer]} was cut ({why})"
-        self._moves.fail(words, lambda entry: any(_pair(*ends) == pair for ends in entry.runs.values()))
+        self.fail_moves(words, lambda entry: any(_pair(*ends) == pair for ends in entry.runs.values()))
         self.hub.relink(device, peer)
         if not hit:
             return
@@ -378,8 +371,12 @@ class WorkerStepper(Runs):
         for run, running in self.running.items():
             what = f"microbatch {running.microbatch.number}"
             if positions.get(run, -1) >= 0:
-                graph = self.lanes.graphs[running.program.step]
-                return whereabouts(graph, running.program, device, positions[run], what)
+                graph, program = self.lanes.graphs[running.program.step], running.program
+                column, position = program.instructions[device], positions[run]
+                if position < len(column):
+                    words = f"{describe(graph, program, column[position])}, {graph.trace.step.kind} of {what}"
+                    return f"at instruction {position} of {len(column)}, {words}"
+                return f"before its share of {what}"
             if device in running.missing:
                 mine.append(what)
         return f"before its share of {min(mine)}" if mine else "with no work of its own"
@@ -436,11 +433,3 @@ def judge(
             return Verdict(device, source)
         device = source
     return Verdict(device, is_certain=False)
-
-
-def whereabouts(graph: Graph, program: Program, device: int, position: int, what: str) -> str:
-    column = program.instructions[device]
-    if not 0 <= position < len(column):
-        return f"before its share of {what}"
-    words = describe(graph, program, column[position])
-    return f"at instruction {position} of {len(column)}, {words}, {graph.trace.step.kind} of {what}"

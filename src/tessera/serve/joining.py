@@ -122,7 +122,7 @@ def join(
         answer = engine.take(block=True)  # a spare worker waits here until it is needed
         if isinstance(answer, Hangup):
             return
-        if isinstance(answer, messages.Refused):
+        if isinstance(answer, messages.Failed):
             raise MismatchError(answer.message, answer.remedy, address.place)
         if not isinstance(answer, messages.Welcome):
             what = f"the engine sent {type(answer).__name__} in place of a configuration"

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ from tessera.errors import ArrivalsError, UnknownName, check_known
 from tessera.ir import Arrivals, Load, verify
 
 Floats = npt.NDArray[np.float64]
+T = TypeVar("T")
 
 # Four times the mean rate in a tenth of the time, ten seconds long.
 BURST = (4.0, 0.1, 10.0)
@@ -151,38 +152,29 @@ def _numbers(text: str, rest: str, place: str = "--arrivals") -> list[float]:
     return numbers
 
 
-class _Form(NamedTuple):
-    time: str
-    prompt: str
-    output: str
-
-
+# Columns: time, tokens of the prompt, tokens of the answer.
 FORMS = {
-    "BurstGPT": _Form("Timestamp", "Request tokens", "Response tokens"),
-    "Azure": _Form("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
+    "BurstGPT": ("Timestamp", "Request tokens", "Response tokens"),
+    "Azure": ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
 }
 
 
 def read_arrivals(path: Path, num: int | None = None) -> Arrivals:
-    times: list[float] = []
-    prompts: list[int] = []
-    outputs: list[int] = []
+    rows: list[tuple[float, int, int]] = []
     last = 0.0
     for line, time_s, prompt, output in _rows(path):
-        if times and time_s < last:
+        if rows and time_s < last:
             message = f"this request came {last - time_s:g} s before the one above it"
             raise ArrivalsError(message, "Sort the file by time.", f"{path}:{line}")
         last = time_s
-        if prompt < 1 or output < 1:
-            continue
-        times.append(time_s)
-        prompts.append(prompt)
-        outputs.append(output)
-        if len(times) == num:
-            break
-    if not times:
+        if min(prompt, output) >= 1:
+            rows.append((time_s, prompt, output))
+            if len(rows) == num:
+                break
+    if not rows:
         raise ArrivalsError("no request in it has an answer", "Give a log with some.", str(path))
-    arrivals = Arrivals(str(path), tuple(t - times[0] for t in times), tuple(prompts), tuple(outputs))
+    times, prompts, outputs = zip(*rows, strict=True)
+    arrivals = Arrivals(str(path), tuple(t - times[0] for t in times), prompts, outputs)
     verify(arrivals)
     return arrivals
 
@@ -191,20 +183,16 @@ def _rows(path: Path) -> Iterator[tuple[int, float, int, int]]:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:  # byte order mark of spreadsheets
             reader = csv.DictReader(file)
-            form = _form(reader.fieldnames or (), path)
+            time, prompt, output = _form(reader.fieldnames or (), path)
             for row in reader:
                 place = f"{path}:{reader.line_num}"
-                yield (
-                    reader.line_num,
-                    _time(row[form.time], form.time, place),
-                    _tokens(row[form.prompt], form.prompt, place),
-                    _tokens(row[form.output], form.output, place),
-                )
+                tokens = [_cell(row[column], column, place, _whole) for column in (prompt, output)]
+                yield reader.line_num, _cell(row[time], time, place, _seconds), tokens[0], tokens[1]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ArrivalsError(f"cannot be read as CSV: {error}", "Give a CSV file.", str(path)) from error
 
 
-def _form(columns: Sequence[str], path: Path) -> _Form:
+def _form(columns: Sequence[str], path: Path) -> tuple[str, str, str]:
     for form in FORMS.values():
         if set(form) <= set(columns):
             return form
@@ -213,24 +201,21 @@ def _form(columns: Sequence[str], path: Path) -> _Form:
     raise ArrivalsError(message, f"Name them as one of these does. {forms}.", str(path))
 
 
-def _time(text: str | None, column: str, place: str) -> float:
+def _seconds(text: str) -> float:
     try:
-        return float(text or "")
+        return float(text)
     except ValueError:
-        pass
-    try:
-        return datetime.fromisoformat(text or "").timestamp()
-    except ValueError:
-        raise _hole(text, column, place) from None
+        return datetime.fromisoformat(text).timestamp()
 
 
-def _tokens(text: str | None, column: str, place: str) -> int:
+def _whole(text: str) -> int:
+    return int(float(text))
+
+
+def _cell(text: str | None, column: str, place: str, read: Callable[[str], T]) -> T:
     try:
-        return int(float(text or ""))
+        return read(text or "")
     except (ValueError, OverflowError):
-        raise _hole(text, column, place) from None
-
-
-def _hole(text: str | None, column: str, place: str) -> ArrivalsError:
-    what = f"'{text}' is no number" if text else "there is nothing"
-    return ArrivalsError(f"a hole in the log: {what} under '{column}'", "Fill it or delete the row.", place)
+        what = f"'{text}' is no number" if text else "there is nothing"
+        message = f"a hole in the log: {what} under '{column}'"
+        raise ArrivalsError(message, "Fill it or delete the row.", place) from None

@@ -70,6 +70,10 @@ class Script:
         return tuple(sum(x.us for x in c.items if isinstance(x, LaunchSegment)) for c in self.columns)
 
 
+# Moves of state before each step, and the step.
+ScriptedSteps = tuple[tuple[tuple[Script, ...], Script], ...]
+
+
 def make_column(items: Sequence[Recv | LaunchSegment]) -> DeviceColumn:
     return DeviceColumn(tuple(items), until_wait(items, lambda x: x.us))
 
@@ -122,8 +126,7 @@ class Scripts:
         """With moves of state between steps."""
         return tuple(script for moves, step in self.steps(placement) for script in (*moves, step))
 
-    def steps(self, placement: Placement) -> tuple[tuple[tuple[Script, ...], Script], ...]:
-        """Moves of state before each step, and the step."""
+    def steps(self, placement: Placement) -> ScriptedSteps:
         moves, places = self._lowering.moves(placement), enumerate(placement.devices)
         return tuple(
             (

@@ -23,9 +23,8 @@ from tessera.adapt.drift import scaled_costs
 from tessera.execute import stepper
 from tessera.execute.lanes import Lanes, LoadedLane
 from tessera.ir import Cluster, Plan
-from tessera.simulate.columns import Scripts, Wires
-from tessera.simulate.core import Work
-from tessera.simulate.machine import VirtualMachine
+from tessera.simulate.columns import ScriptedSteps, Scripts, Wires
+from tessera.simulate.core import VirtualMachine, Work
 
 
 @dataclass(frozen=True)
@@ -115,8 +114,8 @@ class VirtualStepper:
         self._moves: dict[int, _VirtualMove] = {}
         self._bus_free_us = [0.0] * num_buses
         self._moved: Counter[tuple[str, str]] = Counter()
-        # By (lane, step before, its scale, step, scale).
-        self._works: dict[tuple[int, int, float, int, float], tuple[Work, ...]] = {}
+        # By lane.
+        self._steps: dict[int, ScriptedSteps] = {}
         self._agenda: list[tuple[float, int, Callable[[], stepper.Event | None]]] = []
         self._order = count()
         for loss in faults.losses:
@@ -264,24 +263,18 @@ class VirtualStepper:
         return stepper.StepDone(microbatch, call.step, {}, seconds, busy_s=busy_s)
 
     def _works_of(self, entry: _Open, call: stepper.StepCall) -> tuple[Work, ...]:
-        last = entry.call
-        before = -1 if last is None else last.step
-        last_scale = 1.0 if last is None else last.scale
-        key = (entry.lane, before, last_scale, call.step, call.scale)
-        works = self._works.get(key)
-        if works is None:
-            lane = self.lanes.all[entry.lane]
-            steps = self._scripts_of(lane).steps(lane.lane.placement)
-            between = [] if last is None else range(before + 1, call.step + 1)
-            moves = [(move, last_scale) for n in between for move in steps[n][0]]
-            works = (*moves, (steps[call.step][1], call.scale))
-            self._works[key] = works
-        return works
+        last, steps = entry.call, self._steps_of(self.lanes.all[entry.lane])
+        moves: list[Work] = []
+        if last is not None:
+            moves = [(move, last.scale) for n in range(last.step + 1, call.step + 1) for move in steps[n][0]]
+        return (*moves, (steps[call.step][1], call.scale))
 
-    def _scripts_of(self, lane: LoadedLane) -> Scripts:
-        if lane.steps not in self._scripts:
-            self._scripts[lane.steps] = self._truth.scripts(lane.plan)
-        return self._scripts[lane.steps]
+    def _steps_of(self, lane: LoadedLane) -> ScriptedSteps:
+        if lane.number not in self._steps:
+            if lane.steps not in self._scripts:
+                self._scripts[lane.steps] = self._truth.scripts(lane.plan)
+            self._steps[lane.number] = self._scripts[lane.steps].steps(lane.lane.placement)
+        return self._steps[lane.number]
 
     def _at(self, second: float, action: Callable[[], stepper.Event | None]) -> None:
         heapq.heappush(self._agenda, (second * 1e6, next(self._order), action))
@@ -310,4 +303,4 @@ class VirtualStepper:
     def _slow_down(self, name: str, factor: float) -> None:
         self._truth = replace(self._truth, slow=(*self._truth.slow, (name, factor)))
         self._scripts.clear()
-        self._works.clear()
+        self._steps.clear()

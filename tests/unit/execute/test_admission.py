@@ -162,9 +162,9 @@ def test_what_is_beyond_the_width_is_packed() -> None:
 
 def test_a_slow_lane_takes_what_others_have_no_place_for() -> None:
     """Also if it is empty and the others end a step first; lanes of like speed are filled evenly."""
-    slow, like = (replace(place(0, 0), costs=(UsualCost({}, seconds),)) for seconds in (0.1, 0.015))
+    slow, like = (replace(place(0, 0), costs=(UsualCost(frozenset(), seconds),)) for seconds in (0.1, 0.015))
     quick, full, reading = (
-        replace(place(1, used, is_reading), costs=(UsualCost({}, 0.01),))
+        replace(place(1, used, is_reading), costs=(UsualCost(frozenset(), 0.01),))
         for used, is_reading in ((2, False), (3, False), (2, True))
     )
 
@@ -176,7 +176,7 @@ def test_a_slow_lane_takes_what_others_have_no_place_for() -> None:
 
 def test_the_usual_time_of_a_step_is_a_mean() -> None:
     """A step alone once does not hide that a lane is slow beside others."""
-    cost = UsualCost({"a": 0.01}, 0.01)
+    cost = UsualCost(frozenset("a"), 0.01)
     for seconds in (0.02, *([0.1] * 50)):
         cost.seen(seconds)
 

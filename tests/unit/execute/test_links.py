@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tessera.execute import links
-from tessera.execute.links import Gone, Links
+from tessera.execute.links import Links
 from tessera.execute.mailbox import Mailbox, PeerConnection
-from tessera.execute.messages import Cancel, LinkFrame, LinkOpen, Setup
+from tessera.execute.messages import Cancel, LinkFrame, LinkOpen, PeerLost, Setup
 from tessera.ir import Cluster, Program, Transfer
 
 KEY = b"k" * 32
@@ -30,7 +30,7 @@ class Ear:
         """In order."""
         self.got.append((peer, frame, bytes(contents)))
 
-    def gone(self, gone: Gone) -> None:
+    def gone(self, gone: PeerLost) -> None:
         """With the reason."""
         self.lost.append((gone.device, gone.message))
 

@@ -18,9 +18,9 @@ from factories import make_cluster, make_plan
 from models import random_placement
 from tessera.analyze import build_graph
 from tessera.capture import Workload, record
+from tessera.execute.lanes import can_overlap
 from tessera.execute.lower import lower
 from tessera.execute.memory import _named
-from tessera.execute.overlap import can_overlap
 from tessera.execute.stepper import DeviceBack, DeviceLost, StepCall, StepDone, Stepper
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import DeviceKind, Plan, Program, Recv, Run, Send, Step, Trace

@@ -32,7 +32,7 @@ class Heard:
     def __init__(self) -> None:
         self.rendezvous = Rendezvous("127.0.0.1", 0, SECRET)
         self.news: list[tuple[PeerConnection, Any]] = []
-        self.rendezvous.hear = lambda connection, message: self.news.append((connection, message))
+        self.rendezvous.hear = lambda connection, message, contents: self.news.append((connection, message))
         self.complaints = self.rendezvous.complaints
 
     @property

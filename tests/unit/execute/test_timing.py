@@ -18,8 +18,7 @@ from tessera.execute import timing
 from tessera.execute.cuda.timing import CudaTimer
 from tessera.execute.launcher import Launcher
 from tessera.execute.memory import tensor_of
-from tessera.execute.synthetic import synthetic
-from tessera.execute.timing import CpuTimer, MakeTensors, StepMemory, copies_needed, threads
+from tessera.execute.timing import CpuTimer, MakeTensors, StepMemory, copies_needed, synthetic, threads
 from tessera.flow import UnitRequest, run_reference
 from tessera.ir import Buffer, BufferKind, Step, Trace, WorkUnit
 

@@ -12,7 +12,7 @@ from online_factory import RUN_US, alone_plan, at_us, serve, split_plan
 from tessera.ir import Arrivals, BufferKind, Plan
 from tessera.simulate import simulate
 from tessera.simulate.arrivals import make_arrivals, poisson
-from tessera.simulate.machine import VirtualMachine
+from tessera.simulate.core import VirtualMachine
 
 
 def mixed_plan() -> Plan:

@@ -7,7 +7,7 @@ import pytest
 from factories import make_chain, make_plan
 from tessera.ir import Recv
 from tessera.simulate.columns import LaunchSegment, Script, Scripts, TransferWire, make_column
-from tessera.simulate.machine import VirtualMachine
+from tessera.simulate.core import VirtualMachine
 
 FOR_EVER = float("inf")
 

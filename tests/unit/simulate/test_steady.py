@@ -8,8 +8,8 @@ from factories import make_chain, make_cluster, make_plan, make_trace
 from tessera.execute.lower import lower
 from tessera.ir import BufferKind, Plan, Program, Recv, Run, Send
 from tessera.simulate import SteadyRates, simulate, throughput_per_s
+from tessera.simulate.closed import Window
 from tessera.simulate.columns import DeviceColumn, LaunchSegment, Script, Scripts, Wires, column_of
-from tessera.simulate.steady import Window, WindowExtent
 
 CROSSING = [0, 1, 0, 0, 1, 1]
 
@@ -122,16 +122,7 @@ def test_fewer_longer_runs_of_a_long_program_give_the_rate_of_all_of_them() -> N
     """Four hundred runs of a step as a few, in the same order and with the same work."""
     plan = long_run_plan()
     scripts = Scripts(plan.unit, plan.costs, plan.cluster)
-    whole, few = (Window(plan, scripts, WindowExtent(1.0, 4.0), num) for num in (10**6, 500))
+    whole, few = (Window(plan, scripts, (1.0, 4.0), num) for num in (10**6, 500))
 
     assert few.rate_per_us() == pytest.approx(whole.rate_per_us(), rel=0.03)
     assert few._order * 2 < whole._order
-
-
-def test_a_plan_is_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second question about the same lanes is answered from memory."""
-    rates, plan = SteadyRates(), make_plan([make_chain(6)], [[CROSSING]], microbatches=4)
-    first = rates(plan)
-    monkeypatch.setattr(Window, "advance", lambda self: pytest.fail("simulated again"))
-
-    assert first == rates(plan)

@@ -1,8 +1,8 @@
-"""GpuTransport: how a GPU's worker sends and receives from inside its graphs.
+"""GpuTransport: how a GPU's worker sends and receives from inside its graphs; `direct` has two more.
 
 What `put` and `wait` issue during a capture becomes part of the graph. A flag says that a transfer has
 arrived; the receiver's graph waits for it and clears it. Nothing is overwritten before it was read
-(`execute.overlap`).
+(`execute.lanes`).
 
 When a peer is lost, a graph may wait for ever: `release` zeroes what may not have arrived, since zeros are
 valid indices, and sets the microbatch's flags from the CPU, so that the graph ends with contents that are
@@ -11,9 +11,18 @@ discarded; `reset` clears them.
 Inboxes are laid out alike by every worker. Each microbatch has, per transfer of a program, a flag, a record
 of when it was due (`pace`), and a place as large as its buffer; its programs share them. Programs added later
 use the existing inbox if they fit; else a device gets another, larger by at least half.
+
+`Staged`: beside CPU workers of the same machine, graphs copy to shared memory and set flags there.
+
+`Host`: over any network. Graphs copy to memory of the process and set flags there, which a thread per link
+polls and sends. Arriving bytes are read into such memory and flagged. A transfer that arrives before its run
+begins is kept.
 """
 
+import threading
+import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,12 +31,17 @@ import torch
 from tessera.execute import driver
 from tessera.execute.cuda.pace import RECORD_WORDS
 from tessera.execute.driver import MemOp
-from tessera.execute.messages import Setup
-from tessera.execute.transport import WORD
+from tessera.execute.links import Links
+from tessera.execute.messages import LinkFrame, Setup
+from tessera.execute.transport import WORD, Arenas
 from tessera.ir import Program, Trace, Transfer
 
 # Torch's alignment: results can depend on it.
 ALIGN = 512
+# Runs with transfers that arrived before the run began.
+MAX_EARLY = 4096
+# To drop late transfers of cancelled runs.
+REMEMBERED = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,3 +228,153 @@ class GpuTransport(ABC):
 
     def close(self) -> None:
         """Releases what it holds."""
+
+
+class Staged(GpuTransport):
+    """Transfers land in the host's memory; graphs copy them to inboxes on the GPU."""
+
+    carries_records = False
+
+    def __init__(self, setup: Setup, ordinal: int) -> None:
+        super().__init__(setup, ordinal)
+        self._arenas = Arenas(setup, driver.pin)
+        self._places: list[torch.Tensor] = []
+
+    def add(self, programs: Sequence[Program], traces: Sequence[Trace]) -> None:
+        super().add(programs, traces)
+        self._arenas.open(programs)
+
+    def _allocate(self) -> None:
+        card = driver.card(self._ordinal)
+        for layout in self._inboxes.layouts[self._device]:
+            if (self._device, layout.number) not in self._bases:
+                self._places.append(torch.zeros(max(1, layout.total_bytes), dtype=torch.uint8, device=card))
+                self._bases[self._device, layout.number] = self._places[-1].data_ptr()
+
+    def wait(self, spot: InboxSpot, stream: int, marks: tuple[MemOp, MemOp]) -> None:
+        super().wait(spot, stream, marks)
+        transfer, (source, _) = self._transfer(spot), self._ends(spot, self._device)
+        place = self._base(spot.program) + self._inboxes.place(spot, self._device) + transfer.start
+        driver.copy(stream, place, source, transfer.num_bytes)
+
+    def _ends(self, spot: InboxSpot, device: int) -> tuple[int, int]:
+        program, transfer = self._inboxes.programs[spot.program], self._transfer(spot)
+        place = self._arenas.place(program, spot.microbatch, spot.transfer)
+        flags = self._arenas.flags(program, transfer.src, transfer.dst, spot.microbatch)
+        return place.data_ptr(), flags.ctypes.data + WORD * spot.transfer
+
+    def reset(self, microbatch: int, program: int) -> None:
+        self._arenas.fill(microbatch, 0)
+
+    def _zero(self, microbatch: int) -> None:
+        self._arenas.fill(microbatch, 0, self._device, "arena")
+
+    def _fill(self, microbatch: int, value: int) -> None:
+        self._arenas.fill(microbatch, value, self._device)
+
+
+class Host(Staged):
+    def __init__(self, setup: Setup, ordinal: int, links: Links) -> None:
+        super().__init__(setup, ordinal)
+        # Run -> (microbatch, program); microbatch -> its last run, whose flagged transfers may still have to
+        # be sent.
+        self._runs: dict[int, tuple[int, int]] = {}
+        self._current: dict[int, int] = {}
+        # After each end the flags are checked once more.
+        self._in_flight: set[int] = set()
+        self._num_ended = 0
+        self._cancelled: deque[int] = deque(maxlen=REMEMBERED)
+        self._early: dict[int, list[tuple[LinkFrame, memoryview]]] = {}
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._senders: set[int] = set()
+        self._links = links
+        links.arrived = self.arrived
+
+    def add(self, programs: Sequence[Program], traces: Sequence[Trace]) -> None:
+        with self._changed:
+            super().add(programs, traces)
+        peers = {t.dst for program in programs for t in program.transfers if t.src == self._device}
+        for dst in peers - self._senders:
+            self._senders.add(dst)
+            name = f"tessera-send-{dst}"
+            threading.Thread(target=self._send_all, args=(dst,), name=name, daemon=True).start()
+
+    def begin(self, microbatch: int, run: int, program: int) -> None:
+        with self._changed:
+            self._runs.pop(self._current.get(microbatch, -1), None)
+            self._runs[run] = (microbatch, program)
+            self._current[microbatch] = run
+            self._in_flight.add(run)
+            early = self._early.pop(run, [])
+            self._changed.notify_all()
+        for frame, contents in early:
+            self._land(frame, contents)
+
+    def end(self, run: int, is_cancelled: bool) -> None:
+        """Transfers of a cancelled run are neither sent nor received any more."""
+        with self._changed:
+            self._in_flight.discard(run)
+            self._num_ended += 1
+            if is_cancelled:
+                microbatch, _ = self._runs.pop(run, (-1, -1))
+                if self._current.get(microbatch) == run:
+                    del self._current[microbatch]
+                self._early.pop(run, None)
+                self._cancelled.append(run)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def arrived(self, peer: int, frame: LinkFrame, contents: memoryview) -> None:
+        with self._changed:
+            if frame.run in self._cancelled or self._is_closed:
+                return
+            if frame.run not in self._runs:
+                self._early.setdefault(frame.run, []).append((frame, contents))
+                while len(self._early) > MAX_EARLY:
+                    del self._early[next(iter(self._early))]
+                return
+        self._land(frame, contents)
+
+    def _land(self, frame: LinkFrame, contents: memoryview) -> None:
+        with self._changed:
+            microbatch, number = self._runs.get(frame.run, (-1, -1))
+        program = self._inboxes.programs[number]
+        if microbatch < 0 or frame.transfer >= len(program.transfers):
+            return
+        transfer = program.transfers[frame.transfer]
+        if transfer.num_bytes == len(contents) and transfer.dst == self._device:
+            self._arenas.place(program, microbatch, frame.transfer).numpy().data[:] = contents
+            self._arenas.flags(program, transfer.src, transfer.dst, microbatch)[frame.transfer] = 1
+
+    def _send_all(self, dst: int) -> None:
+        seen = 0
+        while True:
+            with self._changed:
+                while not self._in_flight and seen == self._num_ended and not self._is_closed:
+                    self._changed.wait()
+                if self._is_closed:
+                    return
+                seen = self._num_ended
+                spots = self._flagged(dst)
+            for run, spot in spots:
+                contents = self._arenas.place(
+                    self._inboxes.programs[spot.program], spot.microbatch, spot.transfer
+                )
+                frame = LinkFrame(run, spot.transfer, time.monotonic())
+                self._links.post(dst, frame, contents.numpy().data)
+            if not spots:
+                time.sleep(driver.LOOK_S)
+
+    def _flagged(self, dst: int) -> list[tuple[int, InboxSpot]]:
+        """Runs and their transfers that can be sent, older runs first; cancelled runs are left out."""
+        spots = []
+        for microbatch, number in self._arenas.flagged(dst):
+            run = self._current.get(microbatch)
+            if run is not None:
+                spots.append((run, InboxSpot(microbatch, self._runs[run][1], number)))
+        return sorted(spots, key=lambda spot: (spot[0], spot[1].transfer))

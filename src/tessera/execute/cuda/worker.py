@@ -14,8 +14,10 @@ Busy time is measured for runs without receives; for others it is the plan's cos
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,14 +28,12 @@ from tessera.execute import driver, messages
 from tessera.execute.cuda.device import GpuDevice
 from tessera.execute.cuda.direct import Ipc, Nvshmem, PeerAway
 from tessera.execute.cuda.graphs import DeviceGraphs
-from tessera.execute.cuda.host import Host, Shared
 from tessera.execute.cuda.pace import DUE, ENDED, RECORD_WORDS, STARTED, link_hold, throttled_links
-from tessera.execute.cuda.pages import GpuCopier
 from tessera.execute.cuda.share import MicrobatchBuffers, ShareGraph
-from tessera.execute.cuda.transport import ALIGN, GpuTransport
+from tessera.execute.cuda.transport import ALIGN, GpuTransport, Host, Staged
 from tessera.execute.engine_connection import EngineConnection
 from tessera.execute.links import Links
-from tessera.execute.page_mover import PageMover
+from tessera.execute.page_mover import PageCopier, PageMover
 from tessera.execute.worker_loop import DeviceWorker
 from tessera.ir import Program, Recv, Run
 
@@ -302,6 +302,28 @@ class CudaWorker(DeviceWorker):
             super()._clear(microbatch, lane)
 
 
+class GpuCopier(PageCopier):
+    """Copies pages on a stream of its own, beside the graphs, through pinned memory."""
+
+    def __init__(self, device: GpuDevice) -> None:
+        super().__init__(device.card)
+        self._stream = device.plain_stream(device.priorities[1])
+
+    def stream(self) -> Any:
+        return torch.cuda.stream(self._stream)
+
+    def mark(self) -> Any:
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def staging(self, size: int, path: Path | None) -> torch.Tensor:
+        staging = super().staging(size, path)
+        with suppress(WorkerError):  # copies are then slower
+            driver.pin(staging)
+        return staging
+
+
 def _open_transport(
     setup: messages.Setup, engine: EngineConnection, links: Links, ordinal: int
 ) -> GpuTransport | None:
@@ -313,7 +335,7 @@ def _open_transport(
         case "nvshmem":
             return Nvshmem(setup, ordinal, engine)
         case "shm":
-            return Shared(setup, ordinal)
+            return Staged(setup, ordinal)
         case _:
             return Host(setup, ordinal, links)
 
