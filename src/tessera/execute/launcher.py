@@ -1,14 +1,14 @@
 """Launcher: runs the launches of a trace on the memory of one device.
 
 A result must have the recorded layout, which later launches read. After its first run a launch is bound to
-the places of its buffers: its arguments stay. Not bound: draws of random numbers, PTX kernels, and launches
-with a buffer without a fixed place.
+the places of its buffers (`bind`): an operator with an `out` variant writes in place, other results are
+copied. Not bound: draws of random numbers, PTX kernels, and launches with a buffer without a fixed place.
 
 A draw runs with the device's default generator set from the generator's buffer (`drawing`), which is then
 updated.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
@@ -46,28 +46,16 @@ class Launcher:
 
     def _run_operator(self, index: int, launch: Launch, memory: Memory) -> None:
         args, kwargs = self._arguments(launch, memory)
-        results = _listed(find_operator(self._trace.kernel_of(index).name)(*args, **kwargs))
+        result = find_operator(self._trace.kernel_of(index).name)(*args, **kwargs)
+        results = result if isinstance(result, tuple | list) else (result,)
         for place, view in _results_to_keep(launch):
             self._check(index, results[place], view)
             memory.put(view.buffer, results[place].untyped_storage())
 
     def _bind(self, index: int, launch: Launch, memory: Memory) -> Callable[[], None]:
-        """The launch with these arguments, whose results are copied to their places."""
-        operator = find_operator(self._trace.kernel_of(index).name)
-        args, kwargs = self._arguments(launch, memory)
-        keep = [
-            (place, view, tensor_of(memory.get(view.buffer), view))
-            for place, view in _results_to_keep(launch)
-        ]
-
-        def call() -> None:
-            results = _listed(operator(*args, **kwargs))
-            for place, view, held in keep:
-                if results[place].shape != held.shape:
-                    self._check(index, results[place], view)
-                held.copy_(results[place])
-
-        return call
+        name = self._trace.kernel_of(index).name
+        keep = [(place, tensor_of(memory.get(view.buffer), view)) for place, view in _results_to_keep(launch)]
+        return bind(find_operator(name), *self._arguments(launch, memory), keep, f"launch {index} ({name})")
 
     def _run_kernel(self, index: int, launch: Launch, memory: Memory) -> None:
         kernel = self._trace.kernel_of(index)
@@ -116,10 +104,6 @@ def find_operator(name: str) -> Any:
         raise WorkerError(f"this torch has no operator {name}", remedy) from error
 
 
-def _listed(result: Any) -> Any:
-    return result if isinstance(result, tuple | list) else (result,)
-
-
 def _results_to_keep(launch: Launch) -> list[tuple[int, View]]:
     """Aliases of arguments are in place."""
     args = {a.buffer for a in launch.accesses if a.read}
@@ -130,6 +114,75 @@ def _results_to_keep(launch: Launch) -> list[tuple[int, View]]:
         for place, view in enumerate(launch.outputs)
         if view is not None and (view.buffer in written or view.num_elements == 0)
     ]
+
+
+def bind(
+    operator: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    keep: Sequence[tuple[int, torch.Tensor]],
+    name: str,
+) -> Callable[[], None]:
+    """`keep`: results by number, and the places that they are written to."""
+    if not keep:
+        return lambda: operator(*args, **kwargs)
+    if [number for number, _ in keep] == [0] and (out := out_variant(operator)) is not None:
+        return _written(out, args, kwargs, keep[0][1], name)
+
+    def call() -> None:
+        result = operator(*args, **kwargs)
+        results = result if isinstance(result, tuple | list) else (result,)
+        for number, held in keep:
+            if results[number].shape != held.shape:
+                raise _misshapen(name, results[number], held.shape)
+            held.copy_(results[number])
+
+    return call
+
+
+def _written(
+    out: Any, args: Sequence[Any], kwargs: dict[str, Any], held: torch.Tensor, name: str
+) -> Callable[[], None]:
+    shape, stride, start = held.shape, held.stride(), held.data_ptr()
+
+    def call() -> None:
+        out(*args, **kwargs, out=held)
+        # An operator with another result shape resizes or moves `out`.
+        if held.shape != shape or held.stride() != stride or held.data_ptr() != start:
+            raise _misshapen(name, held, shape)
+
+    return call
+
+
+def _misshapen(name: str, result: torch.Tensor, shape: torch.Size) -> WorkerError:
+    return WorkerError(
+        f"{name} gave a result of shape {tuple(result.shape)}, the trace has {tuple(shape)}",
+        "Capture the trace again with this version of torch.",
+    )
+
+
+@cache
+def out_variant(operator: Any) -> Any | None:
+    """The overload with the same arguments and one tensor `out`."""
+    schema = operator._schema
+    if len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor" or schema.is_mutable:
+        return None
+    if schema.name.endswith("_loss"):  # mse_loss.out resizes `out` to its input's shape while it runs
+        return None
+    packet = operator.overloadpacket
+    signature = _signature(schema.arguments)
+    for overload in packet.overloads():
+        variant = getattr(packet, overload)
+        arguments = variant._schema.arguments
+        outs = [a for a in arguments if a.is_out]
+        others = [a for a in arguments if not a.is_out]
+        if len(outs) == 1 and outs[0].name == "out" and _signature(others) == signature:
+            return variant
+    return None
+
+
+def _signature(arguments: Sequence[Any]) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in arguments]
 
 
 def generator_buffer(trace: Trace, launch: Launch) -> int | None:
