@@ -125,6 +125,9 @@ class _Told:
 
     mailbox: Any = None
 
+    def __init__(self) -> None:
+        self.leads = False
+
     def tell(self, message: Any) -> None:
         from tessera.execute.messages import encode
 

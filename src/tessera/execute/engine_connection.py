@@ -77,6 +77,9 @@ class EngineConnection:
         self._changed = threading.Condition()
         self._values: dict[str, bytes] = {}
         self._is_over = False
+        # True: the loop reads its messages itself; the mailbox's thread only while the loop does not.
+        self.leads = False
+        self._waiting = 0
         self.where: Callable[[], list[tuple[int, int, int]]] = list
         self.ended: Callable[[], object] = lambda: None
         self._news: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -115,16 +118,26 @@ class EngineConnection:
             return self._values[key]
 
     def take(self, block: bool) -> Any:
+        if self.leads and self._news.empty() and not self._is_over:
+            self._lead(block)
         if not block and self._news.empty():  # the usual case, without an exception
             return None
         return self._news.get()
 
+    def _lead(self, block: bool) -> None:
+        self._waiting = threading.get_ident() if block else 0
+        while self._news.empty() and self.mailbox.lead(None if block else 0.0) and block:
+            pass
+        self._waiting = 0
+
     def post(self, news: Any) -> None:
         self._news.put(news)
+        if self._waiting not in (0, threading.get_ident()):
+            self.mailbox.wake()
 
     @property
     def is_empty(self) -> bool:
-        return self._news.empty()
+        return self._news.empty() and not (self.leads and self.mailbox.has_news)
 
     def end(self) -> None:
         """The loop sees a Hangup, and threads that wait for values give up."""

@@ -8,8 +8,8 @@ ends derive CURVE keys: bytes are encrypted, and only the client key of the same
 
 A socket's monitor reports closed connections; TCP keep-alive finds machines that vanished.
 
-Any thread may send or wake. One thread calls `pump`: the engine while it waits, in a worker the mailbox's own
-(`start`).
+Any thread may send or wake. One thread at a time calls `pump`: the engine while it waits; a worker's idle
+loop (`lead`), or the mailbox's own thread while the loop computes.
 """
 
 import contextlib
@@ -51,6 +51,8 @@ KEEP_ALIVE = {
 # Operations on the library's enums take microseconds.
 EVENTS, POLLIN, NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
 SEND_MORE = int(zmq.SNDMORE) | NOBLOCK
+# A loop that has not pumped for this long computes: the mailbox's thread pumps instead.
+TAKE_OVER_S = 0.02
 ZAP = "inproc://zeromq.zap.01"
 TOO_LONG = "it sent a message that is too long"
 REFUSALS = {
@@ -136,6 +138,9 @@ class Mailbox:
         self._broken: deque[PeerConnection] = deque()
         self._thread: threading.Thread | None = None
         self._is_over = False
+        # Held by the thread that pumps; calls of `lead` so far.
+        self._pumping = threading.Lock()
+        self._num_led = 0
 
     def listen(
         self,
@@ -183,11 +188,19 @@ class Mailbox:
         return end.connection
 
     def start(self) -> None:
-        """Pumps in a thread until `close`."""
+        """Pumps in a thread until `close`, unless another thread does (`lead`)."""
 
         def run() -> None:
+            num_led = 0
             while not self._is_over:
-                self.pump(None)
+                if num_led != self._num_led or not self._pumping.acquire(blocking=False):
+                    num_led = self._num_led
+                    time.sleep(TAKE_OVER_S)
+                    continue
+                try:
+                    self.pump(None)
+                finally:
+                    self._pumping.release()
 
         self._thread = threading.Thread(target=run, name="tessera-mailbox", daemon=True)
         self._thread.start()
@@ -205,6 +218,21 @@ class Mailbox:
             self._drain(end)
         while self._broken:
             self._hang_up(self._broken.popleft(), Hangup())
+
+    def lead(self, timeout_s: float | None) -> bool:
+        """Pumps in place of the mailbox's thread; False while that one does."""
+        self._num_led += 1
+        if self._is_over or not self._pumping.acquire(blocking=False):
+            return False
+        try:
+            self.pump(timeout_s)
+        finally:
+            self._pumping.release()
+        return True
+
+    @property
+    def has_news(self) -> bool:
+        return not self._is_over and bool(self._epoll.poll(0)) and not self._pumping.locked()
 
     def wake(self) -> None:
         os.eventfd_write(self._wake_fd, 1)

@@ -33,6 +33,8 @@ from tessera.ir.host import host_nodes
 from tessera.kernels import PARTS
 
 PF_EXITING = 0x4
+# Seconds between two looks for news while launches run; a look is a system call.
+NEWS_S = 5e-4
 
 
 @dataclass
@@ -49,6 +51,7 @@ class CpuWorker(DeviceWorker):
     def __init__(self, setup: Setup, engine: EngineConnection) -> None:
         super().__init__(setup, engine)
         self._queue = Queue()
+        self._looked_s = 0.0
         self._active: dict[int, _Active] = {}
         # Orders of microbatches whose previous run has not ended.
         self._waiting: list[Begin] = []
@@ -120,8 +123,12 @@ class CpuWorker(DeviceWorker):
                 if (act := active.program.actions[position]) is not None:
                     self._note(active.order, position)
                     act(active)
-            if len(self._queue) > 1 or not job.is_ready or not self._engine.is_empty:
+            if len(self._queue) > 1 or not job.is_ready:
                 break
+            if (now_s := time.monotonic()) - self._looked_s > NEWS_S:
+                self._looked_s = now_s
+                if not self._engine.is_empty:
+                    break
         if job.is_done:
             self._queue.drop(job.ticket)
             self._finish(self._active.pop(job.ticket))
