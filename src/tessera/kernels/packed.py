@@ -15,19 +15,20 @@ from tessera.kernels.register import register
 _WEIGHT = "Tensor x, Tensor codes, Tensor scales, Tensor? zeros"
 
 
-def _linear_on_cpu(x: torch.Tensor, codes: torch.Tensor, *operands: Any) -> torch.Tensor:
-    scales, zeros, order, bias, weight_format, block = operands
-    return linear(x, dequantise(codes, scales, zeros, order, weight_format, block, x.dtype), bias)
+def _linear_on_cpu(call: Any) -> torch.Tensor:
+    return linear(call.x, _plain(call, call.order), call.bias)
 
 
-def _grouped_on_cpu(x: torch.Tensor, codes: torch.Tensor, *operands: Any) -> torch.Tensor:
-    scales, zeros, offsets, *part, weight_format, block = operands
-    out = empty_part(x, codes.shape[1], offsets)
-    for expert, rows in chosen(offsets, part[0] if part else 0, codes.shape[0]):
-        parts = (codes[expert], scales[expert], None if zeros is None else zeros[expert])
-        weight = dequantise(*parts, None, weight_format, block, x.dtype)
-        out[rows] = linear(x[rows], weight)
+def _grouped_on_cpu(call: Any) -> torch.Tensor:
+    out = empty_part(call.x, call.codes.shape[1], call.offsets)
+    for expert, rows in chosen(call.offsets, getattr(call, "first", 0), call.codes.shape[0]):
+        out[rows] = linear(call.x[rows], _plain(call, None, expert))
     return out
+
+
+def _plain(call: Any, order: torch.Tensor | None, expert: Any = ...) -> torch.Tensor:
+    parts = (None if part is None else part[expert] for part in (call.codes, call.scales, call.zeros))
+    return dequantise(*parts, order, call.format, call.block, call.x.dtype)
 
 
 def _shaped(x: torch.Tensor, codes: torch.Tensor, *_: object) -> torch.Tensor:
