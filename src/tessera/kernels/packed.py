@@ -27,8 +27,9 @@ def _grouped_on_cpu(call: Any) -> torch.Tensor:
 
 
 def _plain(call: Any, order: torch.Tensor | None, expert: Any = ...) -> torch.Tensor:
-    parts = (None if part is None else part[expert] for part in (call.codes, call.scales, call.zeros))
-    return dequantise(*parts, order, call.format, call.block, call.x.dtype)
+    zeros = None if call.zeros is None else call.zeros[expert]
+    codes, scales = call.codes[expert], call.scales[expert]
+    return dequantise(codes, scales, zeros, order, call.format, call.block, call.x.dtype)
 
 
 def _shaped(x: torch.Tensor, codes: torch.Tensor, *_: object) -> torch.Tensor:

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from tessera.kernels import PAGE
 from tessera.kernels.launch import overlaps
-from tessera.kernels.overlap_triton import launch_next, wait_previous
+from tessera.kernels.overlap_triton import overlap, wait_previous
 
 _PAGE = tl.constexpr(PAGE)
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -167,7 +167,7 @@ def attend(
     tables = (pages, page_starts, lengths, query_starts, sinks, query_tail, key_tail)
     numbers = (float(scale), float(soft_cap))
     meta = _meta(query, keys, values, query_tail, key_tail)
-    overlap = {"OVERLAPS": overlaps(query.device), "launch_pdl": overlaps(query.device)}
+    overlapping = {"OVERLAPS": overlaps(query.device), "launch_pdl": overlaps(query.device)}
     meta |= {"IS_SHARED": is_shared, "GROUP": group, "WINDOW": int(window), "CAPPED": soft_cap != 0}
     tile, splits = tiles.decode, tiles.splits
     parts = tops = None
@@ -177,12 +177,12 @@ def attend(
     paged_decode[heads, sequences, splits](
         query, keys, values, *tables, out, parts, tops, *numbers, tokens, **meta,
         ROWS=tile.rows, BLOCK=tile.keys, SPLITS=splits, num_warps=tile.warps, num_stages=tile.stages,
-        maxnreg=tile.registers, **overlap,
+        maxnreg=tile.registers, **overlapping,
     )  # fmt: skip
     if splits > 1:
         paged_join[query_heads, sequences](
             parts, tops, query_starts, out, VALUE_SIZE=value_size, VALUE_PAD=meta["VALUE_PAD"], SPLITS=splits,
-            num_warps=4, **overlap,
+            num_warps=4, **overlapping,
         )  # fmt: skip
     if not one_each:
         tile = tiles.prefill
@@ -190,7 +190,7 @@ def attend(
         paged_prefill[heads, bound](
             query, keys, values, *tables, out, *numbers, sequences, **meta,
             SEQUENCES_PAD=max(128, triton.next_power_of_2(sequences)), ROWS=tile.rows, BLOCK=tile.keys,
-            num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **overlap,
+            num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **overlapping,
         )  # fmt: skip
     return out
 
@@ -262,8 +262,7 @@ def paged_join(
     parts, tops, query_starts, out, VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr, SPLITS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    launch_next(OVERLAPS)
-    wait_previous(OVERLAPS)
+    overlap(OVERLAPS)
     head, sequence = tl.program_id(0), tl.program_id(1)
     query_heads = tl.num_programs(0)
     token = tl.load(query_starts + sequence)
