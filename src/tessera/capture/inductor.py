@@ -33,7 +33,6 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.nn.functional import linear
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tessera.capture import fake, operators
@@ -42,7 +41,7 @@ from tessera.capture.offline import CONFIG as OFFLINE_CONFIG
 from tessera.capture.offline import PROPERTIES, offline
 from tessera.capture.operators import check_operator, fail
 from tessera.capture.own import OwnLaunch, inductor_launches
-from tessera.capture.recorder import Ledger, run_operator
+from tessera.capture.recorder import Ledger, OperatorMode, run_operator
 from tessera.capture.rng import generator_of
 from tessera.capture.workload import Tensors, Workload
 from tessera.errors import CaptureError
@@ -65,9 +64,9 @@ CONFIG: dict[str, Any] = {
 }
 
 
-class StepTracer(TorchDispatchMode):
+class StepTracer(OperatorMode):
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._nodes: dict[int, torch.fx.Node] = {}
         self.graph, self.length = torch.fx.Graph(), 0
         self.constants: dict[str, torch.Tensor] = {}
@@ -93,14 +92,7 @@ class StepTracer(TorchDispatchMode):
         self.constants[name] = tensor
         return self._know(self.graph.create_node("get_attr", name), tensor)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func.namespace == "prim":
-            return func(*args, **kwargs)
-        if operators.has_wrappers(types):  # traced from the inside
-            return NotImplemented
+    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorded = tree_map_only(torch.Tensor, self.node, (args, kwargs))
         check_operator(func, args, kwargs, _is_unknown)
         if func is torch.ops.aten.lift_fresh.default:
@@ -441,9 +433,9 @@ def record_code(
     return Recording(trace, code)
 
 
-class ExternCalls(TorchDispatchMode):
+class ExternCalls(OperatorMode):
     def __init__(self, ledger: Ledger) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._ledger = ledger
 
     @classmethod
@@ -451,12 +443,7 @@ class ExternCalls(TorchDispatchMode):
         """Hides this mode from Dynamo."""
         return True
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func.namespace == "prim":
-            return func(*args, **kwargs)
+    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_operator(func, args, kwargs, lambda value: isinstance(value, torch.Tensor))
         named = tuple((name, self._ledger.arg(value)) for name, value in kwargs.items())
         recorded = tuple(map(self._ledger.arg, args)), named

@@ -249,16 +249,35 @@ class HostRead(ValueError):
     pass
 
 
-class NoReads(TorchDispatchMode):
-    """Host reads of tensors are errors."""
+class OperatorMode(TorchDispatchMode):
+    """`operate` gets every operator that may compute; wrapped tensors are seen from the inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.prim.device.default:  # fake tensor metadata; very frequent
+            return args[0].fake_device
+        if func.namespace in ("prim", "profiler"):  # an optimiser marks its steps
+            return func(*args, **kwargs or {})
+        if operators.has_wrappers(types):
+            return NotImplemented
+        return self.operate(func, args, kwargs or {})
+
+    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+class NoReads(OperatorMode):
+    """Host reads of tensors are errors."""
+
+    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             raise HostRead(f"{operators.program_line()} reads a tensor's value on the host")
         is_fake = any(isinstance(a, fake_tensor.FakeTensor) or getattr(a, "is_meta", False) for a in args)
-        return (run_fake if is_fake else call_operator)(func, args, kwargs or {})
+        return (run_fake if is_fake else call_operator)(func, args, kwargs)
 
 
 def run_operator(run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -269,7 +288,7 @@ def run_operator(run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         operators.explain(func, error)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(OperatorMode):
     def __init__(
         self,
         scopes: Scopes,
@@ -278,7 +297,7 @@ class Recorder(TorchDispatchMode):
         varying: frozenset[BufferKind] = frozenset({BufferKind.INPUT, BufferKind.STATE}),
     ) -> None:
         """`varying`: kinds of buffer whose values differ between calls."""
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._scopes, self._run, self._ledger = scopes, run, Ledger(recorded_on)
         self._draws = Draws(recorded_on == "fake")
         self._num_views = 0
@@ -315,16 +334,7 @@ class Recorder(TorchDispatchMode):
         computed = {b for b in self._varying if self._ledger.buffers[b].kind is BufferKind.TEMPORARY}
         keep_apart({key: held for key, (held, b) in self._ledger.storages.items() if b in computed})
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:  # fake tensor metadata; very frequent
-            return args[0].fake_device
-        if func.namespace == "profiler":  # optimiser step marks compute nothing
-            return func(*args, **kwargs)
-        if operators.has_wrappers(types):  # recorded from the inside
-            return NotImplemented
+    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = _tensors((args, kwargs))
         if not func.is_view and any(map(operators.is_lazy, inputs)):
             operators.check_written(func, args, kwargs)
@@ -354,9 +364,9 @@ class Recorder(TorchDispatchMode):
     def _resolved(self, tensor: torch.Tensor) -> Any:
         """A launch on bytes that makes the values which a flag stands for."""
         if tensor.is_neg():
-            return self.__torch_dispatch__(torch.ops.aten.neg.default, (), (torch._neg_view(tensor),))
+            return self.operate(torch.ops.aten.neg.default, (torch._neg_view(tensor),), {})
         if tensor.is_conj():
-            return self.__torch_dispatch__(torch.ops.aten._conj_physical.default, (), (torch._conj(tensor),))
+            return self.operate(torch.ops.aten._conj_physical.default, (torch._conj(tensor),), {})
         return tensor
 
     def _execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorded: Recorded) -> Any:

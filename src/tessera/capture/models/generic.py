@@ -192,7 +192,7 @@ def learn_memory(
     first: Tensors,
     following: Tensors,
 ) -> tuple[Any, ModelMemory, ModelMemory]:
-    with apart(model), NoReads():  # type: ignore[no-untyped-call]
+    with apart(model), NoReads():
         _, left = call(empty, first)
         copied = exchanged(left, {name: tensor.clone() for name, tensor in tensors_of(left)})
         result, after = call(copied, following)
@@ -473,7 +473,7 @@ def call_on_fakes(model: Any) -> None:
         fakes: dict[str, torch.Tensor] = {
             n: t if isinstance(t, FakeTensor) else mode.from_tensor(t) for n, t in held.items()
         }
-        with apart(model), model.device, NoReads():  # type: ignore[no-untyped-call]
+        with apart(model), model.device, NoReads():
             words = torch.zeros((2, 3), dtype=torch.long)
             torch.func.functional_call(model, fakes, (), {"input_ids": words, "use_cache": False})
 
