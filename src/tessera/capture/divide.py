@@ -19,7 +19,7 @@ from msgspec import structs
 from tessera.capture.operators import argument_accesses, byte_region
 from tessera.ir import Access, Buffer, BufferKind, Cluster, Kernel, Launch, Origin, Trace, View, verify
 from tessera.ir.trace import Arg, item_bytes
-from tessera.kernels import PARTS, grouped, packed  # noqa: F401 - registers the operators
+from tessera.kernels import PARTS, grouped, packing  # noqa: F401 - registers the operators
 
 # Share of a card's memory for weights, and part of it from which a plain product is divided.
 USABLE, LARGE = 0.8, 8

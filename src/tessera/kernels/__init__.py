@@ -8,9 +8,9 @@ from collections.abc import Sequence
 MODULES = {
     "paged_attention": "tessera.kernels.paged",
     "choose": "tessera.kernels.choose",
-    "packed_linear": "tessera.kernels.packed",
-    "packed_grouped": "tessera.kernels.packed",
-    "packed_part": "tessera.kernels.packed",
+    "packed_linear": "tessera.kernels.packing",
+    "packed_grouped": "tessera.kernels.packing",
+    "packed_part": "tessera.kernels.packing",
     "lora": "tessera.kernels.lora",
     "grouped_part": "tessera.kernels.grouped",
     "grouped_join": "tessera.kernels.grouped",

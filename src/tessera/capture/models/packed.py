@@ -29,7 +29,6 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.functional import linear
 
-import tessera.kernels.packed  # noqa: F401 - registers the operators
 from tessera.capture.models.checkpoint import AGAIN, CONVERT, Tensors, first_line, read_json
 from tessera.errors import CaptureError
 from tessera.kernels import packing
