@@ -134,7 +134,7 @@ class Session:
         if any(storage_key(weights[name]) != storage_key(held) for name, held in self._weights.items()):
             return None
         try:
-            return self.function.bind((), dict(inputs))
+            return self.function.arguments((), dict(inputs))
         except MismatchError:
             return None
 
@@ -237,15 +237,14 @@ class Compiled:
         # Read here, because Dynamo would wrap errors of `backend`.
         options = Options.read(self._given_options)
         cluster = options.cluster()
+        bound = None
         if not self._is_eager:
             with self._lock, self._step.holding(args) as inputs:
                 bound = self._bind(args, inputs, options, cluster)
-        else:
-            bound = None
         if bound is None:
             return self._graph(*args)
         session, arguments = bound
-        with _TURN if session.function.draws else nullcontext():
+        with _TURN if session.function.generators else nullcontext():
             arguments = session.function.at_its_turn(arguments)
             result = session.run(Call(arguments.inputs, arguments.state))
             if options.verify:
@@ -274,7 +273,7 @@ class Compiled:
         weight = next((a for a in args if isinstance(a, torch.nn.Parameter)), None)
         if weight is not None:  # the workers end when it is freed: Dynamo may keep the graph for longer
             weakref.finalize(weight, _drop, weakref.ref(self), weakref.ref(session))
-        return session, step.function.bind((), dict(inputs))
+        return session, step.function.arguments((), dict(inputs))
 
     def _capture(
         self, args: Sequence[Any], inputs: Mapping[str, Any]
@@ -285,7 +284,7 @@ class Compiled:
             message = f"it has tensors on {where}, and emulated devices compute on the CPU"
             raise CaptureError(message, "Move the model and its inputs to the CPU.")
         step = workload(self._step, **inputs)
-        if self._makes_grads and step.function.changes_state:
+        if self._makes_grads and step.function.changed:
             raise CaptureError("it writes gradients' history into its arguments", "Use torch.no_grad().")
         # The program may change weights in place between calls, so reading them is refused too.
         trace = record(step, VARYING | {BufferKind.WEIGHT})

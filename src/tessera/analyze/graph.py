@@ -255,46 +255,33 @@ class _Version:
 
 
 def values(trace: Trace) -> tuple[Value, ...]:
-    newest = [_Version(b, None) for b in range(len(trace.buffers))]
-    versions: list[list[_Version]] = [[v] for v in newest]
+    chains = [[_Version(buffer, None)] for buffer in range(len(trace.buffers))]
     for index, launch in enumerate(trace.launches):
         for buffer in dict.fromkeys(a.buffer for a in launch.accesses):
-            mine = [a for a in launch.accesses if a.buffer == buffer]
-            _touch(trace, newest, versions, index, mine)
-    finals = {view.buffer for _, view in trace.outputs} | set(trace.buffers_of(BufferKind.STATE))
+            _touch(trace, chains[buffer], index, [a for a in launch.accesses if a.buffer == buffer])
+    kept = {view.buffer for _, view in trace.outputs} | set(trace.buffers_of(BufferKind.STATE))
     return tuple(
-        _freeze(v, v is chain[-1] and v.buffer in finals)
-        for chain in versions
+        Value(v.buffer, v.producer, tuple(v.readers), v.start or 0, v.stop, v is chain[-1] and number in kept)
+        for number, chain in enumerate(chains)
         for v in chain
         if v.readers or v.producer is not None
     )
 
 
-def _touch(
-    trace: Trace, newest: list[_Version], versions: list[list[_Version]], index: int, accesses: list[Access]
-) -> None:
-    buffer = accesses[0].buffer
-    size = trace.buffers[buffer].size_bytes
+def _touch(trace: Trace, chain: list[_Version], index: int, accesses: list[Access]) -> None:
+    """`chain`: versions of the buffer, the newest last."""
+    newest, buffer = chain[-1], trace.buffers[chain[0].buffer]
     for access in accesses:
         if access.read or access.atomic:
-            newest[buffer].read_by(index, access.region.start, access.region.stop)
+            newest.read_by(index, access.region.start, access.region.stop)
     writes = [a for a in accesses if a.write or a.atomic]
     if not writes:
         return
+    size, is_given = buffer.size_bytes, buffer.kind in (BufferKind.WEIGHT, BufferKind.INPUT, BufferKind.STATE)
     covers = any(a.write and a.region.is_dense and a.region.num_bytes == size for a in writes)
-    if not covers and (newest[buffer].producer is not None or _is_given(trace, buffer)):
-        newest[buffer].read_by(index, 0, size)
-    newest[buffer] = _Version(buffer, index)
-    versions[buffer].append(newest[buffer])
-
-
-def _is_given(trace: Trace, buffer: int) -> bool:
-    return trace.buffers[buffer].kind in (BufferKind.WEIGHT, BufferKind.INPUT, BufferKind.STATE)
-
-
-def _freeze(version: _Version, is_final: bool) -> Value:
-    start = version.start if version.start is not None else 0
-    return Value(version.buffer, version.producer, tuple(version.readers), start, version.stop, is_final)
+    if not covers and (newest.producer is not None or is_given):
+        newest.read_by(index, 0, size)
+    chain.append(_Version(newest.buffer, index))
 
 
 def build_graph(trace: Trace) -> Graph:

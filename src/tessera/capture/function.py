@@ -13,7 +13,7 @@ argument, changing a tensor held by a closure alone, and changing an optimiser's
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -121,7 +121,7 @@ class FunctionCall:
                 held.put_back()
             for block, saved in watch.saved.items():
                 blocks.raw(tensors[self.blocks[block].parts[0][0]], 0, saved.numel()).copy_(saved)
-        self._generators = sorted(watch.generators)
+        self.generators = sorted(watch.generators)
         # Dynamo guards its own graphs.
         is_graph = isinstance(self.fn, GraphStep)
         self._kept = None if is_graph else Before(python_state(*self.roots).without_tensors)
@@ -172,7 +172,7 @@ class FunctionCall:
         return line_that_changes(PyValue(name, lambda: held.current), lambda: self.fn(*args, **kwargs))
 
     def _sort(self, watch: Watch) -> None:
-        self._inputs, self._state, self._weights = [], [], []
+        self._inputs, self.changed, self._weights = [], [], []
         for index, block in enumerate(self.blocks):
             is_argument = block.parts[0][0] < self._num_args
             held = [self._holder(n) for n, _ in block.parts if n not in self._leaves]
@@ -183,7 +183,7 @@ class FunctionCall:
                     "Pass it as an argument, or register it on its module with register_buffer.",
                 )
             if index in watch.saved:
-                self._state.append(index)
+                self.changed.append(index)
             elif is_argument:
                 self._inputs.append(index)
             elif index in watch.touched:
@@ -234,15 +234,15 @@ class FunctionCall:
         return (self.fn, *(leaf for leaf in self._fixed if leaf is not TENSOR))
 
     def changing(self) -> dict[str, torch.Tensor]:
-        return {self._names[i]: self._first[i] for i in (*self._inputs, *self._state)}
+        return {self._names[i]: self._first[i] for i in (*self._inputs, *self.changed)}
 
     def fresh(self, tensors: Tensors, seed: int, is_mild: bool) -> dict[str, torch.Tensor]:
         copies = {name: tensor.clone() for name, tensor in tensors.items()}
-        for index in (*self._inputs, *self._state):
+        for index in (*self._inputs, *self.changed):
             name = self._names[index]
             for number, view in blocks.spread(self.blocks[index], copies[name]) if name in copies else ():
                 blocks.fill(view, fresh_tensor(view, seed * 1_000 + number, is_mild))
-        drawn_from = [name for name in self._generators if name in copies]
+        drawn_from = [name for name in self.generators if name in copies]
         return copies | {name: rng.seeded_state(name, FRESH_SEED + seed) for name in drawn_from}
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -263,13 +263,13 @@ class FunctionCall:
             raise MismatchError(f"{changed.name} is not what it was at the capture", "Capture again.")
         inputs, state = (
             {self._names[i]: blocks.handed(self.blocks[i], tensors) for i in kind}
-            for kind in (self._inputs, self._state)
+            for kind in (self._inputs, self.changed)
         )
         return Arguments(tensors, inputs, state)
 
     def at_its_turn(self, arguments: Arguments) -> Arguments:
         return replace(
-            arguments, state=arguments.state | {name: rng.state_now(name) for name in self._generators}
+            arguments, state=arguments.state | {name: rng.state_now(name) for name in self.generators}
         )
 
     def _tensors(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
@@ -279,7 +279,7 @@ class FunctionCall:
         tensors = {**inputs, **state}
         numbered = dict(
             pair
-            for i in (*self._inputs, *self._state)
+            for i in (*self._inputs, *self.changed)
             for pair in blocks.spread(self.blocks[i], tensors[self._names[i]])
         )
         leaves = list(self._fixed)
@@ -305,35 +305,28 @@ class FunctionCall:
     @contextmanager
     def _exchanged(self, numbered: Mapping[int, torch.Tensor]) -> Iterator[None]:
         """In training, a parameter keeps its identity (for the optimiser) and takes the step's memory."""
-        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-        swapped = []
         pairs = []
-        try:
+        with ExitStack() as stack:
             for number, tensor in numbered.items():
                 held = self._holder(number)
                 if self.trains and number in self._leaves:
                     leaf = self._leaves[number]
                     with no_dispatch():
-                        kept.append((leaf, leaf.data))
+                        stack.callback(setattr, leaf, "data", leaf.data)
                     leaf.data = tensor
                 elif held is not None:
-                    swapped.append((held, held.current))
                     pairs.append((held.current, tensor))
+                    stack.callback(held.holder.__setitem__, held.key, held.current)
                     held.holder[held.key] = tensor
             with standing_for(pairs):
                 yield
-        finally:
-            for leaf, data in reversed(kept):
-                leaf.data = data
-            for held, before in reversed(swapped):
-                held.holder[held.key] = before
 
     def finish(self, arguments: Arguments, outputs: Tensors, state: Tensors) -> Any:
         """Writes state back to its tensors."""
-        for name in self._generators:
+        for name in self.generators:
             rng.set_state(name, state[name])
         with torch.no_grad():
-            for index in self._state:
+            for index in self.changed:
                 block = self.blocks[index]
                 bytes_after = state[self._names[index]].reshape(-1).view(torch.uint8)
                 blocks.raw(arguments.tensors[block.parts[0][0]], block.start, block.stop).copy_(bytes_after)
@@ -357,14 +350,6 @@ class FunctionCall:
                 blocks.fill(leaf, outputs[kind.name])
                 leaves.append(leaf)
         return leaves
-
-    @property
-    def draws(self) -> bool:
-        return bool(self._generators)
-
-    @property
-    def changes_state(self) -> bool:
-        return bool(self._state)
 
 
 def _alike(leaf: Any, fixed: Any) -> bool:

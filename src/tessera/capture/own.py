@@ -39,7 +39,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -51,7 +51,7 @@ from tessera.capture.operators import fail
 from tessera.capture.reads import reads_allowed
 from tessera.errors import CaptureError
 from tessera.ir import Kernel, Origin
-from tessera.kernels.launch import Grid, run_kernel
+from tessera.kernels.launch import Grid, run_kernel, three
 from tessera.kernels.ptx import FAR, tables_of
 from tessera_ptx import parse
 
@@ -122,8 +122,7 @@ def from_jit(
     bound = inspect.signature(function.fn).bind(*args, **mine)
     bound.apply_defaults()
     values = dict(bound.arguments)
-    sizes = grid({**kwargs, **values}) if callable(grid) else grid
-    sizes = (*sizes, 1, 1)[:3] if isinstance(sizes, tuple | list) else (sizes, 1, 1)
+    sizes = three(grid({**kwargs, **values}) if callable(grid) else grid)
     signature = {n: compiled.src.signature.get(n, "constexpr") for n in names}
     inside = {path[0]: v for path, v in compiled.src.constants.items() if len(path) == 1}
     constants = {
@@ -163,7 +162,7 @@ def _launch(
     return OwnLaunch(
         kernel,
         tuple(values[n] for n in params),
-        (int(grid[0]), int(grid[1]), int(grid[2])),
+        three(grid),
         block_of(kernel),
         mutated=frozenset(i for i, n in enumerate(params) if n in mutated),
     )
@@ -390,15 +389,12 @@ class CudaKernel:
 
     def __getitem__(self, shape: tuple[Any, Any]) -> Callable[..., None]:
         if not isinstance(shape, tuple) or len(shape) != 2:
-            raise self._shapeless()
-        return partial(self.launch, _three(shape[0]), _three(shape[1]))
+            self()
+        return partial(self.launch, *map(_checked_sizes, shape))
 
-    def __call__(self, *args: Any) -> None:
-        raise self._shapeless()
-
-    def _shapeless(self) -> CaptureError:
-        remedy = "Write kernel[grid, block](...)."
-        return CaptureError(f"kernel {self.name} needs a grid and a block", remedy)
+    def __call__(self, *args: Any) -> NoReturn:
+        message = f"kernel {self.name} needs a grid and a block"
+        raise CaptureError(message, "Write kernel[grid, block](...).")
 
     def launch(self, grid: Grid, block: Grid, *args: Any) -> None:
         if len(args) != len(self._types):
@@ -417,17 +413,15 @@ class CudaKernel:
                 )
             return value
         if isinstance(value, list | tuple) and kind.endswith("64"):
-            return tuple(self._entry(place, item) for item in value)
+            strange = [type(item).__name__ for item in value if not isinstance(item, torch.Tensor | int)]
+            if strange:
+                message = f"the table in argument {place} of kernel {self.name} has a {strange[0]}"
+                raise CaptureError(message, "Make it a list of tensors and whole numbers.")
+            return tuple(value)
         if not isinstance(value, bool | int | float):
             message = f"argument {place} of kernel {self.name} is a {type(value).__name__}"
             raise CaptureError(message, "Pass a tensor or a number.")
         return float(value) if kind.startswith("f") else value
-
-    def _entry(self, place: int, item: Any) -> Any:
-        if not isinstance(item, torch.Tensor | int):
-            message = f"the table in argument {place} of kernel {self.name} has a {type(item).__name__}"
-            raise CaptureError(message, "Make it a list of tensors and whole numbers.")
-        return item
 
     def _kernel(self, args: tuple[Any, ...]) -> Kernel:
         types = tuple(map(_type_of, self._types, args))
@@ -439,12 +433,10 @@ class CudaKernel:
         return self._kernels[types]
 
 
-def _three(sizes: Any) -> Grid:
-    dims = tuple(sizes) if isinstance(sizes, tuple | list) else (sizes,)
-    x, y, z = (*map(int, dims), 1, 1)[:3]
-    if min(x, y, z) < 1 or len(dims) > 3:
+def _checked_sizes(sizes: Any) -> Grid:
+    if min(three(sizes)) < 1 or (isinstance(sizes, tuple | list) and len(sizes) > 3):
         raise CaptureError(f"grid and block must be 1 to 3 sizes, got {sizes}", "Use numbers of at least 1.")
-    return x, y, z
+    return three(sizes)
 
 
 def _type_of(kind: str, value: Any) -> str:

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tessera.capture import operators
 from tessera.capture.blocks import raw
-from tessera.capture.fake import Run, run_fake
+from tessera.capture.fake import run_fake
 from tessera.capture.operators import Recorded, Results, fail
 from tessera.capture.own import OwnLaunch, inside_operator, tensors_in, unchanged
 from tessera.capture.reads import reads_refused
@@ -280,7 +280,7 @@ class NoReads(OperatorMode):
         return (run_fake if is_fake else call_operator)(func, args, kwargs)
 
 
-def run_operator(run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_operator(run: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         with inside_operator():
             return run(func, args, kwargs)
@@ -292,13 +292,13 @@ class Recorder(OperatorMode):
     def __init__(
         self,
         scopes: Scopes,
-        run: Run = call_operator,
         recorded_on: str = "cpu",
         varying: frozenset[BufferKind] = frozenset({BufferKind.INPUT, BufferKind.STATE}),
     ) -> None:
         """`varying`: kinds of buffer whose values differ between calls."""
         super().__init__()
-        self._scopes, self._run, self._ledger = scopes, run, Ledger(recorded_on)
+        self._scopes, self._ledger = scopes, Ledger(recorded_on)
+        self._run = run_fake if recorded_on == "fake" else call_operator
         self._draws = Draws(recorded_on == "fake")
         self._num_views = 0
         self._aliases: Counter[str] = Counter()
