@@ -178,10 +178,9 @@ class FunctionCall:
             held = [self._holder(n) for n, _ in block.parts if n not in self._leaves]
             fixed = [h for h in held if h is not None and h.holder is None]
             if fixed and (index in watch.saved or is_argument):
-                raise CaptureError(
-                    f"'{fixed[0].name}' is changed, or is an argument too, but only a closure holds it",
-                    "Pass it as an argument, or register it on its module with register_buffer.",
-                )
+                message = f"'{fixed[0].name}' is changed, or is an argument too, but only a closure holds it"
+                remedy = "Pass it as an argument, or register it on its module with register_buffer."
+                raise CaptureError(message, remedy)
             if index in watch.saved:
                 self.changed.append(index)
             elif is_argument:

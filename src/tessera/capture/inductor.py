@@ -84,10 +84,8 @@ class StepTracer(OperatorMode):
         if node is not None:
             return node
         if isinstance(tensor, FakeTensor) or tensor.is_meta:
-            fail(
-                "a tensor is neither weight, input nor state of the step",
-                "Register it on its module with register_buffer.",
-            )
+            message = "a tensor is neither weight, input nor state of the step"
+            fail(message, "Register it on its module with register_buffer.")
         name = f"constant_{len(self.constants)}"
         self.constants[name] = tensor
         return self._know(self.graph.create_node("get_attr", name), tensor)

@@ -100,10 +100,8 @@ def _from_autotuner(tuner: Any, args: tuple[Any, ...]) -> OwnLaunch:
     compiled = launcher.__globals__.get("bin")
     result = next((r for r in tuner.compile_results if r.kernel is compiled), None)
     if result is None:
-        raise CaptureError(
-            f"Inductor keeps no compiled kernel of {tuner.fn.__name__} to take the PTX from",
-            "Switch its static launcher off (use_static_triton_launcher=False).",
-        )
+        message = f"Inductor keeps no compiled kernel of {tuner.fn.__name__} to take the PTX from"
+        raise CaptureError(message, "Switch its static launcher off (use_static_triton_launcher=False).")
     code = launcher.__code__
     names = [n for n in code.co_varnames[: code.co_argcount] if n != "stream"]
     values = dict(zip(names, args, strict=True))
@@ -143,10 +141,8 @@ def _launch(
     metadata = compiled.metadata
     ptx = getattr(compiled, "asm", {}).get("ptx")
     if not ptx:
-        raise CaptureError(
-            f"Triton kernel {metadata.name} has no PTX",
-            "Switch Inductor's static launcher off and empty its cache.",
-        )
+        message = f"Triton kernel {metadata.name} has no PTX"
+        raise CaptureError(message, "Switch Inductor's static launcher off and empty its cache.")
     kernel = Kernel(
         metadata.name,
         Origin.TRITON,
@@ -309,10 +305,8 @@ def _unknown_refused() -> Iterator[None]:
     from torch.cuda import _utils
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
-        fail(
-            "a kernel of torch.cuda._compile_kernel is launched, whose code is not kept",
-            "Make it with tessera.CudaKernel(source, name).",
-        )
+        message = "a kernel of torch.cuda._compile_kernel is launched, whose code is not kept"
+        fail(message, "Make it with tessera.CudaKernel(source, name).")
 
     unknown = getattr(_utils, "_CudaKernel", None)
     with unittest.mock.patch.object(unknown, "__call__", refuse) if unknown else contextlib.nullcontext():
@@ -407,10 +401,8 @@ class CudaKernel:
         kind = self._types[place]
         if isinstance(value, torch.Tensor):
             if not kind.endswith("64"):
-                raise CaptureError(
-                    f"argument {place} of kernel {self.name} is a tensor, the parameter is a {kind}",
-                    "Pass a number.",
-                )
+                message = f"argument {place} of kernel {self.name} is a tensor, the parameter is a {kind}"
+                raise CaptureError(message, "Pass a number.")
             return value
         if isinstance(value, list | tuple) and kind.endswith("64"):
             strange = [type(item).__name__ for item in value if not isinstance(item, torch.Tensor | int)]
@@ -459,11 +451,8 @@ def _parameters(ptx: str, name: str) -> list[str]:
         )
     for param in entries[name]:
         if param.is_array or not param.type[1:].isdigit():
-            raise CaptureError(
-                f"parameter '{param.name}' is neither a pointer nor a number",
-                "Pass its parts one by one.",
-                name,
-            )
+            message = f"parameter '{param.name}' is neither a pointer nor a number"
+            raise CaptureError(message, "Pass its parts one by one.", name)
     return [param.type for param in entries[name]]
 
 
@@ -472,10 +461,8 @@ def _compiled(source: str, arch: int) -> str:
         return _by_nvrtc(source, arch)
     nvcc = shutil.which("nvcc")
     if nvcc is None:
-        raise CaptureError(
-            "CUDA C++ needs a compiler, and there is neither NVRTC nor nvcc",
-            "Install the CUDA toolkit, or pass PTX.",
-        )
+        message = "CUDA C++ needs a compiler, and there is neither NVRTC nor nvcc"
+        raise CaptureError(message, "Install the CUDA toolkit, or pass PTX.")
     with tempfile.TemporaryDirectory() as folder:
         source_file, ptx_file = Path(folder) / "kernel.cu", Path(folder) / "kernel.ptx"
         source_file.write_text(source, encoding="utf-8")

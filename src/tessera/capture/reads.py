@@ -199,7 +199,5 @@ def _see_call(frame: FrameType, event: str, called: Any) -> None:
     if called is _TO_DLPACK:
         _Way(torch, "to_dlpack", ADDRESS).refuse()
     if called in _CLOCKS:
-        fail(
-            f"{called.__qualname__}() returns a different value in every call",
-            "Call it outside of the step and pass the value as a tensor.",
-        )
+        message = f"{called.__qualname__}() returns a different value in every call"
+        fail(message, "Call it outside of the step and pass the value as a tensor.")

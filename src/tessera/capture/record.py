@@ -99,11 +99,9 @@ class Recordings:
         differs = first_difference(second, third)
         if differs is not None:
             launch, what = differs
-            fail(
-                f"{what}: it depends on values read on the host, or on what the program keeps in Python",
-                "Compute it with torch's operators, or pass it as an argument.",
-                places[min(launch, len(places) - 1)] if places else "",
-            )
+            message = f"{what}: it depends on values read on the host, or on what the program keeps in Python"
+            remedy = "Compute it with torch's operators, or pass it as an argument."
+            fail(message, remedy, places[min(launch, len(places) - 1)] if places else "")
         return second
 
     def once(self, seed: int) -> Recorded:

@@ -74,10 +74,8 @@ class Ledger:
         first = len(self.buffers)
         for name, tensor in tensors.items():
             if self.find(tensor) is not None:
-                raise CaptureError(
-                    f"{kind} '{name}' shares its memory with another tensor passed to the step",
-                    "Give each its own memory with .clone().",
-                )
+                message = f"{kind} '{name}' shares its memory with another tensor passed to the step"
+                raise CaptureError(message, "Give each its own memory with .clone().")
             self._fill(self._add(tensor, Buffer(name, kind, tensor.untyped_storage().nbytes())))
         return range(first, len(self.buffers))
 
@@ -87,10 +85,8 @@ class Ledger:
             return
         size = tensor.untyped_storage().nbytes()
         if size > operators.MAX_CONSTANT_BYTES:
-            fail(
-                f"a tensor of {size} bytes is neither weight, input nor state",
-                "Register it on its module with register_buffer.",
-            )
+            message = f"a tensor of {size} bytes is neither weight, input nor state"
+            fail(message, "Register it on its module with register_buffer.")
         name = f"constant.{len(self.buffers)}"
         self._fill(self._add(tensor, Buffer(name, BufferKind.WEIGHT, size, operators.contents(tensor))))
 
@@ -427,10 +423,8 @@ class Recorder(OperatorMode):
         storage = tensor.untyped_storage()
         is_new = self._ledger.find(tensor) is None
         if is_new and storage._cdata in _earlier and not _earlier[storage._cdata].expired():
-            fail(
-                "the step uses a tensor left by an earlier call",
-                "Pass it as an argument, or keep it in a buffer that is changed in place.",
-            )
+            message = "the step uses a tensor left by an earlier call"
+            fail(message, "Pass it as an argument, or keep it in a buffer that is changed in place.")
         if is_new:
             self._ledger.declare_constant(tensor)
         return self._ledger.view(tensor)

@@ -239,11 +239,9 @@ def load(
     size = sum(tensor.nbytes for tensor in (*empty.parameters(), *empty.buffers()))
     need = weight_bytes(folder) if is_packed else size
     if has_values() and need > (have := available_bytes()):
-        raise CaptureError(
-            f"its weights take {units.size(need)}; {units.size(have)} of memory are free",
-            "Plan it, or capture it with --device fake, which needs none.",
-            str(folder),
-        )
+        message = f"its weights take {units.size(need)}; {units.size(have)} of memory are free"
+        remedy = "Plan it, or capture it with --device fake, which needs none."
+        raise CaptureError(message, remedy, str(folder))
     if step.random_weights:
         with blamed(folder, what), seeded(step.seed):
             return make()

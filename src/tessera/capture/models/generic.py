@@ -238,11 +238,8 @@ class CachedSteps:
         size = self._config.hidden_size * self._step.batch
         count = int(sum(tensor.numel() for tensor in embeddings) // size)
         if count + 2 > self._step.context:
-            raise CaptureError(
-                f"a picture is {count} tokens, which a context of {self._step.context} does not hold",
-                f"Use --context {count + 2} or more.",
-                self._step.model,
-            )
+            message = f"a picture is {count} tokens, which a context of {self._step.context} does not hold"
+            raise CaptureError(message, f"Use --context {count + 2} or more.", self._step.model)
         return count
 
     def _learn(self) -> None:
@@ -265,11 +262,9 @@ class CachedSteps:
             else:
                 return
         reason = str(errors[0]).partition("\n")[0]
-        raise CaptureError(
-            f"the cache of a {self._config.model_type} cannot be followed: {reason}",
-            "Capture --step call, or write a module:callable that returns a Workload.",
-            self._step.model,
-        ) from errors[0]
+        message = f"the cache of a {self._config.model_type} cannot be followed: {reason}"
+        remedy = "Capture --step call, or write a module:callable that returns a Workload."
+        raise CaptureError(message, remedy, self._step.model) from errors[0]
 
     def _learn_with(self, cache: Any) -> None:
         rows = getattr(cache, "self_attention_cache", cache)
@@ -372,11 +367,8 @@ class CachedSteps:
                 place = "tokens" if name == self._tokens else name
                 if place not in inputs or inputs[place].shape != tensor.shape:
                     takes = ", ".join(f"{n} {tuple(t.shape)}" for n, t in inputs.items())
-                    raise CaptureError(
-                        f"'{name}' of shape {tuple(tensor.shape)} is no input of this step",
-                        f"It takes: {takes}.",
-                        self._step.inputs,
-                    )
+                    message = f"'{name}' of shape {tuple(tensor.shape)} is no input of this step"
+                    raise CaptureError(message, f"It takes: {takes}.", self._step.inputs)
                 inputs[place] = tensor.to(inputs[place].dtype)
         return inputs
 

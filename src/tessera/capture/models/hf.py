@@ -88,10 +88,8 @@ def model_class(config: Any) -> Any:
         if type(config) in kinds:
             choice = kinds[type(config)]
             return choice[0] if isinstance(choice, tuple) else choice
-    raise CaptureError(
-        f"transformers has no model for a {config.model_type}",
-        "Name its class in config.json, under architectures.",
-    )
+    message = f"transformers has no model for a {config.model_type}"
+    raise CaptureError(message, "Name its class in config.json, under architectures.")
 
 
 def steps_of(config: Any) -> tuple[str, ...]:

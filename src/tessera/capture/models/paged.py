@@ -115,15 +115,11 @@ def check_served(model: Any) -> None:
     """Refuses models that cannot be served with any weights."""
     name, config = model.config.model_type, model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder or not model.can_generate() or not _cache_name(model):
-        raise CaptureError(
-            f"{name} is not served by steps: it is no decoder with a cache",
-            "Serve a causal language model.",
-        )
+        message = f"{name} is not served by steps: it is no decoder with a cache"
+        raise CaptureError(message, "Serve a causal language model.")
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
-        raise CaptureError(
-            f"{name} cannot be served by steps: its prompts attend in both directions",
-            "Serve a causal language model, or this one's --step call by tessera run.",
-        )
+        remedy = "Serve a causal language model, or this one's --step call by tessera run."
+        raise CaptureError(f"{name} cannot be served by steps: its prompts attend in both directions", remedy)
     try:
         PagedCache(model.config)
     except ValueError as error:
@@ -394,15 +390,11 @@ def max_positions(model: Any) -> int:
 
 def paged_workload(model: Any, step: Step) -> Workload:
     if step.context < step.batch:
-        raise CaptureError(
-            f"a step of {step.context} tokens cannot serve {step.batch} sequences",
-            "Use at least one token per sequence.",
-        )
+        message = f"a step of {step.context} tokens cannot serve {step.batch} sequences"
+        raise CaptureError(message, "Use at least one token per sequence.")
     if step.reserve % PAGE or step.reserve < 2 * PAGE:
-        raise CaptureError(
-            f"{step.reserve} positions do not fill pages of {PAGE}",
-            f"Use a multiple of {PAGE}, at least {2 * PAGE}: the first page takes what padding writes.",
-        )
+        remedy = f"Use a multiple of {PAGE}, at least {2 * PAGE}: the first page takes what padding writes."
+        raise CaptureError(f"{step.reserve} positions do not fill pages of {PAGE}", remedy)
     layout = layout_of(model)
     most = {FLAT: step.context, SPLIT: SPLIT_TOKENS * num_rows(step)}.get(layout.kind, step.batch)
     if step.context > most:
@@ -412,10 +404,8 @@ def paged_workload(model: Any, step: Step) -> Workload:
             f"Use at most {most} tokens.",
         )
     if layout.kind in GATHERED and not num_dense(model, step):
-        raise CaptureError(
-            f"{step.reserve} positions are too few for {num_rows(step)} sequences",
-            f"Use at least {num_rows(step) * PAGE}.",
-        )
+        message = f"{step.reserve} positions are too few for {num_rows(step)} sequences"
+        raise CaptureError(message, f"Use at least {num_rows(step) * PAGE}.")
     return PagedSteps(model, step, layout).workload()
 
 
