@@ -309,9 +309,8 @@ def make_plan(trace: Trace, cluster: Cluster, options: Options) -> Plan:
     costs = flow.price(unit, cluster)
     objective = Objective(options.objective)
     search = search_config(options.effort)
-    return flow.make_plan(
-        unit, costs, cluster, objective, options.microbatches, options.policy, search=search
-    )
+    choice = objective, options.microbatches, options.policy
+    return flow.make_plan(unit, costs, cluster, *choice, search=search)
 
 
 def _undefined(trace: Trace) -> set[str]:

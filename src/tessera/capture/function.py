@@ -222,11 +222,8 @@ class FunctionCall:
                 self._results.append(NewResult(name, storage, size, blocks.part_of(leaf)))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        current = [h.current for h in self._held]
-        return {
-            self._names[i]: current[self.blocks[i].parts[0][0] - self._num_args].detach()
-            for i in self._weights
-        }
+        held = {i: self._holder(self.blocks[i].parts[0][0]) for i in self._weights}
+        return {self._names[i]: h.current.detach() for i, h in held.items() if h is not None}
 
     @property
     def roots(self) -> tuple[object, ...]:
@@ -267,20 +264,17 @@ class FunctionCall:
         return Arguments(tensors, inputs, state)
 
     def at_its_turn(self, arguments: Arguments) -> Arguments:
-        return replace(
-            arguments, state=arguments.state | {name: rng.state_now(name) for name in self.generators}
-        )
+        drawn = {name: rng.state_now(name) for name in self.generators}
+        return replace(arguments, state=arguments.state | drawn)
 
     def _tensors(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
         return [*(leaves[i] for i in self._places), *(held.current for held in self._held)]
 
     def call(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
         tensors = {**inputs, **state}
-        numbered = dict(
-            pair
-            for i in (*self._inputs, *self.changed)
-            for pair in blocks.spread(self.blocks[i], tensors[self._names[i]])
-        )
+        numbered: dict[int, torch.Tensor] = {}
+        for i in (*self._inputs, *self.changed):
+            numbered |= blocks.spread(self.blocks[i], tensors[self._names[i]])
         leaves = list(self._fixed)
         for number, place in enumerate(self._places):
             is_same = self.trains and number in self._leaves
@@ -291,11 +285,8 @@ class FunctionCall:
         return self._outputs(pytree.tree_leaves(result), state)
 
     def _outputs(self, leaves: list[Any], state: Tensors) -> dict[str, torch.Tensor]:
-        outputs = {
-            kind.name: leaf
-            for kind, leaf in zip(self._results, leaves, strict=True)
-            if isinstance(kind, NewResult)
-        }
+        pairs = zip(self._results, leaves, strict=True)
+        outputs = {kind.name: leaf for kind, leaf in pairs if isinstance(kind, NewResult)}
         if not outputs and state:  # a step needs an output: the smallest state
             name = min(state, key=lambda n: state[n].numel())
             return {f"{name}.after": state[name]}
@@ -409,15 +400,8 @@ def _as_step(function: FunctionCall, arguments: Arguments) -> FunctionWorkload:
 
     batch = next((int(t.shape[0]) for t in arguments.tensors if t.dim() and t.shape[0]), 1)
     step = Step(_name_of(function.fn), KIND, batch, 1)
-    return FunctionWorkload(
-        step=step,
-        module=function.module,
-        call=function.call,
-        make_inputs=copies(list(arguments.inputs)),
-        make_state=copies(list(arguments.state)),
-        follow=follow,
-        function=function,
-    )
+    makers = copies(list(arguments.inputs)), copies(list(arguments.state))
+    return FunctionWorkload(step, function.module, function.call, *makers, follow, function=function)
 
 
 def _name_of(fn: Callable[..., Any]) -> str:

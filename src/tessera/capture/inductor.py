@@ -184,11 +184,8 @@ def _bound(traced: StepTracer, nodes: list[Node]) -> list[tuple[int, int]]:
         for tensor in _written(traced, node):
             written[tensor.untyped_storage()._cdata] = place
     spans = [(created[s], place) for s, place in written.items() if created[s] >= 0]
-    return spans + [
-        (place, place + len(value))
-        for place, node in enumerate(nodes)
-        if isinstance(value := traced.values[node], tuple | list)
-    ]
+    results = [(place, traced.values[node]) for place, node in enumerate(nodes)]
+    return spans + [(place, place + len(x)) for place, x in results if isinstance(x, tuple | list)]
 
 
 def _written(traced: StepTracer, node: Node) -> list[torch.Tensor]:
@@ -210,20 +207,15 @@ def _region(traced: StepTracer, inside: list[Node], gives: list[Node], dead: set
             constant, target = traced.constants[str(target)], f"constant_{number}"
             setattr(held, target, constant)
             constants.append(_contents(node, constant))
-        args, kwargs = (map_arg(given, copies.__getitem__) for given in (node.args, node.kwargs))
+        args, kwargs = map_arg(node.args, copies.__getitem__), map_arg(node.kwargs, copies.__getitem__)
         copies[node] = graph.create_node(node.op, target, args, kwargs, f"n{number}")
     graph.output(tuple(copies[n] for n in gives))
     owners = {traced.values[n].untyped_storage()._cdata: i for i, n in reversed(list(enumerate(takes)))}
     storages = [traced.values[n].untyped_storage()._cdata for n in gives]
     module = torch.fx.GraphModule(held, graph)
-    return GraphRegion(
-        module,
-        tuple(takes),
-        tuple(gives),
-        tuple(n for n in takes if n in dead),
-        tuple((i, owners[s]) for i, s in enumerate(storages) if s in owners),
-        (module.code, *constants),
-    )
+    frees = tuple(n for n in takes if n in dead)
+    views = tuple((i, owners[s]) for i, s in enumerate(storages) if s in owners)
+    return GraphRegion(module, tuple(takes), tuple(gives), frees, views, (module.code, *constants))
 
 
 def _contents(node: Node, tensor: torch.Tensor) -> Any:

@@ -265,10 +265,8 @@ def triton_anywhere() -> Iterator[None]:
         with reads_allowed(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             compiled = run_kernel(self, *args, grid=grid, warmup=True, **kwargs)
-        launch(
-            from_jit(self, compiled, args, kwargs, grid),
-            lambda: run_kernel(self, *args, grid=grid, warmup=False, **kwargs),
-        )
+        native = partial(run_kernel, self, *args, grid=grid, warmup=False, **kwargs)
+        launch(from_jit(self, compiled, args, kwargs, grid), native)
         return compiled
 
     def bench(self: Any, *args: Any, **kwargs: Any) -> Any:

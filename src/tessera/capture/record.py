@@ -107,7 +107,8 @@ class Recordings:
     def once(self, seed: int) -> Recorded:
         """A GPU starts with mild values: an index out of range ends the process."""
         if self.device == "fake":
-            return self.record(*map(fake.on_device, self.workload.request(0)), seed)
+            inputs, state = map(fake.on_device, self.workload.request(0))
+            return self.record(inputs, state, seed)
         for is_mild in ((False, True) if self.device == "cpu" else (True,)) if seed else ():
             with suppress(*UNFIT):
                 return self.record(*self.workload.request(seed, is_mild), seed)

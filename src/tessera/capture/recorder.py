@@ -38,6 +38,7 @@ from tessera.kernels.ptx import triton_accesses
 
 # Operators whose result from a constant is the same constant, elsewhere.
 CARRIERS = frozenset({"aten::lift_fresh", "aten::_to_copy"})
+AS_LIST = "Pass a list of the tensors as the table."
 UNRECORDABLE = (
     RuntimeError,
     fake_tensor.DataDependentOutputException,
@@ -394,14 +395,12 @@ class Recorder(OperatorMode):
                 continue  # unreadable
             what = f"the table of addresses in argument {place} of kernel {seen.kernel.name}"
             if self.varies(table):
-                fail(f"{what} depends on the request", "Pass a list of the tensors as the table.")
+                fail(f"{what} depends on the request", AS_LIST)
             for tensor in tensors_in(seen.args[place]):
                 buffer = self._ledger.find(tensor)
                 kind = BufferKind.WEIGHT if buffer is None else self._ledger.buffers[buffer].kind
                 if kind not in (BufferKind.WEIGHT, BufferKind.STATE):
-                    fail(
-                        f"{what} leads to a tensor of one request", "Pass a list of the tensors as the table."
-                    )
+                    fail(f"{what} leads to a tensor of one request", AS_LIST)
 
     def _is_weight(self, tensor: torch.Tensor) -> bool:
         return self._ledger.buffers[self._ledger.index(tensor)].kind is BufferKind.WEIGHT

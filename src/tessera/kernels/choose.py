@@ -154,11 +154,8 @@ def _exponential(tokens: torch.Tensor, seeds: torch.Tensor, positions: torch.Ten
     small = np.full_like(draw, 1.0 / 6.0)
     for term in (5.0, 4.0, 3.0, 2.0, 1.0):
         small = draw * small + 1.0 / term
-    return torch.where(
-        torch.from_numpy(draw < SMALL_DRAW),
-        torch.from_numpy(draw * small),
-        -torch.from_numpy(1.0 - draw).log(),
-    )
+    is_small, small, large = map(torch.from_numpy, (draw < SMALL_DRAW, draw * small, 1.0 - draw))
+    return torch.where(is_small, small, -large.log())
 
 
 def philox(counter: torch.Tensor, position: torch.Tensor, seed: torch.Tensor) -> npt.NDArray[np.int64]:

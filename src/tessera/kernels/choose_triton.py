@@ -253,7 +253,7 @@ def choose_narrow(
 def _added(totals, scaled, weight, pivots):
     added = ()
     for place in tl.static_range(_SLOTS):
-        added = added + (totals[place] + tl.where(scaled >= _item(pivots, place), weight, 0.0),)  # noqa: RUF005
+        added = added + (totals[place] + tl.where(scaled >= _item(pivots, place), weight, 0.0),)  # type: ignore[assignment]  # noqa: RUF005
     return added
 
 

@@ -153,10 +153,8 @@ def dequantise(
     plain_format = PLAIN.get(weight_format, weight_format)
     if weight_format in PLAIN:
         codes, scales, zeros = _untiled(codes, scales, plain_format, block[1])
-        block = (
-            block[0] if weight_format == BLOCKS else 1,
-            MXFP4_BLOCK if plain_format == "mxfp4" else GROUP,
-        )
+        group = MXFP4_BLOCK if plain_format == "mxfp4" else GROUP
+        block = (block[0] if weight_format == BLOCKS else 1, group)
     elif BITS[weight_format] == 4:
         codes = unpack_nibbles(codes)
     rows, columns = codes.shape[-2:]

@@ -80,11 +80,8 @@ def tiles_for(
     decode = Tile(rows, keys, 4, 2 if splits > 1 and not is_wide else stages)
     warps = (8, 3, 128) if long_rows == 128 else (8 if is_latent else 4, 3)
     prefill = Tile(max(long_rows, rows), keys, *warps)
-    return Tiles(
-        _fitting(decode, width * item_bytes, shared_bytes),
-        _fitting(prefill, width * item_bytes, shared_bytes),
-        splits,
-    )
+    decode, prefill = (_fitting(tile, width * item_bytes, shared_bytes) for tile in (decode, prefill))
+    return Tiles(decode, prefill, splits)
 
 
 def _splits(programs: int, table: int, most: int, keys: int) -> int:

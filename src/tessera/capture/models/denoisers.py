@@ -76,7 +76,7 @@ def _part(folder: Path) -> Path:
 
 def _load(folder: Path, settings: dict[str, Any], step: Step) -> Any:
     name = settings.get("_class_name")
-    kind = getattr(extra_module("diffusers", "diffusers"), str(name), None)
+    kind: Any = getattr(extra_module("diffusers", "diffusers"), str(name), None)
     is_model = isinstance(kind, type) and hasattr(kind, "forward")
     takes = inspect.signature(kind.forward).parameters if is_model else {}
     if not any(latents in takes for latents in LATENTS) or "timestep" not in takes:
@@ -119,24 +119,16 @@ class Denoiser:
         self._is_packed = any(name in self._takes for name in ("img_ids", "img_shapes", "num_frames"))
         self._is_video = "3D" in type(module).__name__ or type(module).__name__.startswith(FRAMES_FIRST)
         self._num_words = num_words or self._config.get("max_text_seq_length") or WORDS
-        sizes = {
-            "num_frames": FRAMES,
-            "height": self._rows,
-            "width": self._columns,
-            "img_shapes": [[(1, self._rows, self._columns)]] * self._num_rows,
-        }
+        sizes: dict[str, Any] = {"num_frames": FRAMES, "height": self._rows, "width": self._columns}
+        sizes["img_shapes"] = [[(1, self._rows, self._columns)]] * self._num_rows
         self._fixed = {name: value for name, value in sizes.items() if name in self._takes}
         self._check()
 
     def workload(self) -> Workload:
-        return Workload(
-            self._step,
-            self._module,
-            self._call,
-            self._inputs,
-            self._state,
-            lambda first, run, last: {**first, "sigmas": sigmas(run)},
-        )
+        def follow(first: Tensors, run: int, last: Tensors) -> dict[str, torch.Tensor]:
+            return {**first, "sigmas": sigmas(run)}
+
+        return Workload(self._step, self._module, self._call, self._inputs, self._state, follow)
 
     def _call(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
         latents, now, after = state["latents"], inputs["sigmas"][0], inputs["sigmas"][1]

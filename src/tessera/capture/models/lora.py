@@ -120,9 +120,8 @@ def add_adapters(model: Any, folders: Sequence[str]) -> None:
             rank = len(pair[0])
             if pair[0].shape != (rank, inputs) or pair[1].shape != (outputs, rank):
                 shapes = f"{tuple(pair[0].shape)} and {tuple(pair[1].shape)}"
-                message = (
-                    f"its matrices of {path} have the shapes {shapes}; the layer is {outputs} x {inputs}"
-                )
+                layer = f"the layer is {outputs} x {inputs}"
+                message = f"its matrices of {path} have the shapes {shapes}; {layer}"
                 raise CaptureError(message, "Use an adapter of this base model.", folder)
             down[number, :rank], up[number, :, :rank] = pair
         model.set_submodule(path, AdaptedLinear(path, base, choice, down, up))

@@ -460,9 +460,8 @@ def _integers(
     if zeros is not None:
         zeros = None if bool((zeros == middle).all()) else zeros.to(torch.int8).contiguous()
     code = Code(f"int{bits}", (1, size), orders=orders)
-    return PackedWeight(
-        code, dtype, codes=codes.contiguous(), scales=scales.contiguous(), zeros=zeros, order=order
-    )
+    parts = {"codes": codes.contiguous(), "scales": scales.contiguous(), "zeros": zeros, "order": order}
+    return PackedWeight(code, dtype, **parts)
 
 
 def _columns(columns: int, groups: int, packing: Packing) -> int:
@@ -524,9 +523,8 @@ def _scaled(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch
 
 def _mxfp4(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.dtype) -> PackedWeight:
     code = Code("mxfp4", (1, MXFP4_BLOCK))
-    return PackedWeight(
-        code, dtype, codes=weight.flatten(-2).contiguous(), scales=parts["_scales"].contiguous()
-    )
+    codes, scales = weight.flatten(-2).contiguous(), parts["_scales"].contiguous()
+    return PackedWeight(code, dtype, codes=codes, scales=scales)
 
 
 _WORDS = (torch.int32,)

@@ -165,9 +165,8 @@ def _first_line(error: Exception) -> str:
         return OWN_ATTENTION
     if PackedCache.__name__ in said or PagedCache.__name__ in said:
         return OWN_CACHE
-    return (
-        said if isinstance(error, (ValueError, CaptureError)) and said else f"{type(error).__name__}: {said}"
-    )
+    is_plain = isinstance(error, (ValueError, CaptureError)) and said
+    return said if is_plain else f"{type(error).__name__}: {said}"
 
 
 def _cache_name(model: Any) -> str:

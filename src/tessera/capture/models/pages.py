@@ -321,22 +321,11 @@ def attend_pages(
         size = (-1, -1, max(1, heads // MAX_LATENT_GROUP), -1)
         tails = [query_tail.transpose(1, 2).flatten(0, 1), values]
         keys = values = keys.expand(size)
-    out = torch.ops.tessera.paged_attention(
-        query.transpose(1, 2).flatten(0, 1),
-        keys,
-        values,
-        tables.pages,
-        tables.page_starts,
-        tables.lengths,
-        tables.query_starts,
-        width**-0.5 if scaling is None else scaling,
-        window,
-        softcap or 0.0,
-        s_aux,
-        tables.expected_length,
-        tables.one_each,
-        *tails,
-    )
+    step = keys, values, tables.pages, tables.page_starts, tables.lengths, tables.query_starts
+    options = width**-0.5 if scaling is None else scaling, window, softcap or 0.0, s_aux
+    promises = tables.expected_length, tables.one_each
+    tokens = query.transpose(1, 2).flatten(0, 1)
+    out = torch.ops.tessera.paged_attention(tokens, *step, *options, *promises, *tails)
     return out.view(batch, num, heads, -1), None
 
 
