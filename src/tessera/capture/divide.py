@@ -92,17 +92,13 @@ class _Writer:
         self._readers.update(view.buffer for _, view in trace.outputs)
 
     def add(self, launch: Launch) -> None:
-        name, ends = self._trace.kernels[launch.kernel].name, list[int]()
-        if name in GROUPED:
-            ends = self._expert_ends(launch)
-        elif name in PLAIN:
-            ends = self._column_ends(launch)
-        if not ends:
-            self._launches.append(launch)
-        elif name in GROUPED:
+        name = self._trace.kernels[launch.kernel].name
+        if name in GROUPED and (ends := self._expert_ends(launch)):
             self._divide_experts(launch, GROUPED[name], ends)
-        else:
+        elif name in PLAIN and (ends := self._column_ends(launch)):
             self._divide_columns(launch, ends)
+        else:
+            self._launches.append(launch)
 
     def done(self) -> Trace:
         buffers, launches = tuple(self._buffers), tuple(self._launches)

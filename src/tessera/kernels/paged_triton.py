@@ -239,8 +239,8 @@ def paged_decode(
     newest = tl.full([ROWS], 0, tl.int32) + (end - 1)
     for start in range(begin, end, BLOCK):
         seen, top, total = _see(
-            seen, top, total, q, q_tail, keys, values, key_tail, table, start, end, newest, scale, cap,
-            d, dv, tail, KEY_PAGE, KEY_ROW, VALUE_PAGE, VALUE_ROW, KEY_TAIL_PAGE, KEY_TAIL_ROW, TAIL,
+            seen, top, total, q, q_tail, (keys, values, key_tail, table), start, end, newest, scale, cap, d,
+            dv, tail, (KEY_PAGE, KEY_ROW, VALUE_PAGE, VALUE_ROW, KEY_TAIL_PAGE, KEY_TAIL_ROW), TAIL,
             IS_SHARED, SIZE, VALUE_SIZE, 0, CAPPED, BLOCK, True,
         )  # fmt: skip
     result = seen / tl.where(total > 0, total, 1.0)[:, None]
@@ -323,18 +323,15 @@ def paged_prefill(
         rows = (token + new).to(tl.int64) * QUERY_TAIL_ROW + heads * QUERY_TAIL_HEAD
         q_tail = _load_rows(query_tail, rows, is_row, tail, TAIL)
     seen, top, total = _nothing_seen(sinks, heads, is_row, ROWS, VALUE_PAD)
-    for start in range(begin, split, BLOCK):
-        seen, top, total = _see(
-            seen, top, total, q, q_tail, keys, values, key_tail, table, start, end, past + new, scale, cap,
-            d, dv, tail, KEY_PAGE, KEY_ROW, VALUE_PAGE, VALUE_ROW, KEY_TAIL_PAGE, KEY_TAIL_ROW, TAIL,
-            IS_SHARED, SIZE, VALUE_SIZE, WINDOW, CAPPED, BLOCK, False,
-        )  # fmt: skip
-    for start in range(split, end, BLOCK):
-        seen, top, total = _see(
-            seen, top, total, q, q_tail, keys, values, key_tail, table, start, end, past + new, scale, cap,
-            d, dv, tail, KEY_PAGE, KEY_ROW, VALUE_PAGE, VALUE_ROW, KEY_TAIL_PAGE, KEY_TAIL_ROW, TAIL,
-            IS_SHARED, SIZE, VALUE_SIZE, WINDOW, CAPPED, BLOCK, True,
-        )  # fmt: skip
+    cache = (keys, values, key_tail, table)
+    bounds = (begin, split, end)
+    for part in tl.static_range(2):  # some keys of the second part are hidden from some rows
+        for start in range(bounds[part], bounds[part + 1], BLOCK):
+            seen, top, total = _see(
+                seen, top, total, q, q_tail, cache, start, end, past + new, scale, cap, d, dv, tail,
+                (KEY_PAGE, KEY_ROW, VALUE_PAGE, VALUE_ROW, KEY_TAIL_PAGE, KEY_TAIL_ROW), TAIL, IS_SHARED,
+                SIZE, VALUE_SIZE, WINDOW, CAPPED, BLOCK, part == 1,
+            )  # fmt: skip
     result = seen / tl.where(total > 0, total, 1.0)[:, None]
     at = ((token + new) * (tl.num_programs(0) * GROUP) + heads)[:, None] * VALUE_SIZE + dv[None, :]
     tl.store(out + at, result.to(out.dtype.element_ty), mask=is_row[:, None] & (dv < VALUE_SIZE)[None, :])
@@ -359,14 +356,13 @@ def _nothing_seen(sinks, heads, has_sink, ROWS: tl.constexpr, VALUE_PAD: tl.cons
 
 @triton.jit
 def _see(
-    seen, top, total, q, q_tail, keys, values, key_tail, table, start, end, position, scale, cap,
-    d, dv, tail, KEY_PAGE: tl.constexpr, KEY_ROW: tl.constexpr, VALUE_PAGE: tl.constexpr,
-    VALUE_ROW: tl.constexpr, KEY_TAIL_PAGE: tl.constexpr, KEY_TAIL_ROW: tl.constexpr, TAIL: tl.constexpr,
-    IS_SHARED: tl.constexpr,
-    SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    BLOCK: tl.constexpr, BOUNDED: tl.constexpr,
+    seen, top, total, q, q_tail, cache, start, end, position, scale, cap, d, dv, tail, strides,
+    TAIL: tl.constexpr, IS_SHARED: tl.constexpr, SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
     """`BOUNDED`: some keys are hidden from some rows."""
+    keys, values, key_tail, table = cache
+    KEY_PAGE, KEY_ROW, VALUE_PAGE, VALUE_ROW, KEY_TAIL_PAGE, KEY_TAIL_ROW = strides
     place = start + tl.arange(0, BLOCK)
     is_key = place < end if BOUNDED else tl.full([BLOCK], True, tl.int1)
     page = tl.load(table + place // _PAGE, mask=is_key, other=0).to(tl.int64)

@@ -42,7 +42,6 @@ from tessera.capture.models.generic import ModelMemory
 from tessera.capture.models.lora import num_adapters, using_adapters
 from tessera.capture.models.pages import (
     NUM_FIRST_PAGES,
-    PackedCache,
     PagedCache,
     PageMask,
     PageTables,
@@ -51,7 +50,7 @@ from tessera.capture.models.pages import (
     exchanged_attention,
     is_indexer,
 )
-from tessera.capture.models.recurrent import PackedStates, exchanged_recurrence
+from tessera.capture.models.recurrent import PackedCache, exchanged_recurrence
 from tessera.capture.models.selected import selecting
 from tessera.capture.reads import traced
 from tessera.capture.recorder import HostRead
@@ -299,11 +298,11 @@ def _run(
         selecting() if selects else nullcontext(),
         ExitStack() as stack,
     ):
-        states = PackedStates(inputs["query_starts"], inputs["rows"]) if "rows" in inputs else None
-        if states is not None:
-            stack.enter_context(exchanged_recurrence(model, states))
         tables = [_table(model, kind, step, inputs, group) for group in range(num_groups(step))]
-        cache.begin(tables, inputs.get("fresh"), states)
+        cache.begin(tables, inputs.get("fresh"))
+        if "rows" in inputs:
+            exchanged = exchanged_recurrence(model, cache, inputs["query_starts"], inputs["rows"])
+            stack.enter_context(exchanged)
         if memory.attributes and kind in PACKED:
             raise ValueError("its layers keep a state of their own")
         for _, tensor in generic.tensors_of((memory.attributes, cache.adopted())):
