@@ -48,26 +48,22 @@ VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 @functools.cache
 def ensure_cuda_guard() -> None:
-    ensure = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
-    if ensure is None:
-        raise CaptureError("this torch cannot hold fake CUDA tensors", _REMEDY)
     if torch.backends.cuda.is_built():
-        ensure()
+        torch._C._ensureCUDADeviceGuardSet()
         return
     registry = _registry()
     if not registry[_CUDA]:
-        _replace(registry, ensure)
+        _replace(registry)
 
 
-def _replace(registry: "ctypes.Array[ctypes.c_void_p]", ensure: object) -> None:
+def _replace(registry: "ctypes.Array[ctypes.c_void_p]") -> None:
     zero = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)(lambda _: 0)
     address = ctypes.cast(zero, ctypes.c_void_p).value
     methods = (ctypes.c_void_p * _NUM_METHODS)(*[address] * _NUM_METHODS)
     stand_in = ctypes.c_void_p(ctypes.addressof(methods))  # C++ object: a pointer to its methods
     mine = ctypes.addressof(stand_in)
     registry[_CUDA] = ctypes.c_void_p(mine)
-    assert callable(ensure)
-    ensure()
+    torch._C._ensureCUDADeviceGuardSet()
     if registry[_CUDA] == mine:
         registry[_CUDA] = None
         raise CaptureError("this torch kept no guard for fake CUDA tensors", _REMEDY)
@@ -78,9 +74,8 @@ def _registry() -> "ctypes.Array[ctypes.c_void_p]":
     try:
         return (ctypes.c_void_p * (_CUDA + 1)).in_dll(ctypes.CDLL(str(library)), _REGISTRY)
     except (OSError, ValueError) as error:
-        raise CaptureError(
-            "this torch was built without CUDA and hides its device guards", _REMEDY
-        ) from error
+        message = "this torch was built without CUDA and hides its device guards"
+        raise CaptureError(message, _REMEDY) from error
 
 
 class InPlaceOf(TorchFunctionMode):

@@ -306,8 +306,7 @@ def _unknown_refused() -> Iterator[None]:
         message = "a kernel of torch.cuda._compile_kernel is launched, whose code is not kept"
         fail(message, "Make it with tessera.CudaKernel(source, name).")
 
-    unknown = getattr(_utils, "_CudaKernel", None)
-    with unittest.mock.patch.object(unknown, "__call__", refuse) if unknown else contextlib.nullcontext():
+    with unittest.mock.patch.object(_utils._CudaKernel, "__call__", refuse):
         yield
 
 

@@ -39,13 +39,6 @@ from tessera.kernels.ptx import triton_accesses
 # Operators whose result from a constant is the same constant, elsewhere.
 CARRIERS = frozenset({"aten::lift_fresh", "aten::_to_copy"})
 AS_LIST = "Pass a list of the tensors as the table."
-UNRECORDABLE = (
-    RuntimeError,
-    fake_tensor.DataDependentOutputException,
-    fake_tensor.DynamicOutputShapeException,
-    fake_tensor.UnsupportedFakeTensorException,
-    fake_tensor.UnsupportedOperatorException,
-)
 
 
 class Ledger:
@@ -281,7 +274,7 @@ def run_operator(run: Callable[..., Any], func: Any, args: tuple[Any, ...], kwar
     try:
         with inside_operator():
             return run(func, args, kwargs)
-    except UNRECORDABLE as error:
+    except RuntimeError as error:
         operators.explain(func, error)
 
 
