@@ -37,7 +37,7 @@ class Seen:
     reads: bool
     writes: bool
     # True if every earlier entry of the list has a path to this launch.
-    is_last_word: bool
+    is_last_word: bool = False
     # True once a later write covers it.
     is_past: bool = False
 
@@ -102,7 +102,12 @@ class History:
     def entries(self, is_write: bool) -> Entries:
         return self._writes if is_write else self._reads
 
-    def add(self, seen: Seen) -> None:
+    def add(self, seen: Seen, above: list[int]) -> None:
+        last = self.last(seen.writes)
+        seen.is_last_word = bool(above) and (
+            last is None
+            or (last.is_last_word and (last.launch == seen.launch or bool(above[-1] >> last.launch & 1)))
+        )
         self.is_new = False
         self.entries(seen.writes).add(seen)
 
@@ -112,12 +117,12 @@ class History:
             entries.pop()
         return entries[-1] if entries else None
 
-    def cover(self, region: Region, by: int) -> None:
-        stop = region.stop
+    def cover(self, by: Seen) -> None:
+        region = by.region
         for listed in (*self._writes.near(region, False), *self._reads.near(region, False)):
             for seen in listed:
-                inside = not seen.is_past and region.start <= seen.start and seen.stop <= stop
-                if inside and seen.launch != by and region.covers(seen.region):
+                inside = not seen.is_past and by.start <= seen.start and seen.stop <= by.stop
+                if inside and seen.launch != by.launch and region.covers(seen.region):
                     seen.is_past = True
             listed[:] = [seen for seen in listed if not seen.is_past]
 
@@ -162,15 +167,19 @@ def _scan(trace: Trace, is_reduced: bool) -> Iterator[Edge]:
             history, buffer = histories[access.buffer], trace.buffers[access.buffer]
             is_new = history.is_new and _returns_new(buffer.kind, launch, access)
             region = Region(0, buffer.size_bytes) if is_new else access.region
-            touched.append((history, access, region))
-            for src, hazard in _waits(history, access, region):
+            reads, writes = access.read or access.atomic, access.write or access.atomic
+            seen = Seen(index, region, region.start, region.stop, reads, writes)
+            touched.append((history, seen, access.write))
+            for src, hazard in _waits(history, seen):
                 edges.setdefault((src, hazard), Edge(src, index, hazard, access.buffer))
         if is_reduced:
             yield from _reduced(edges, above)
         else:
             yield from sorted(edges.values(), key=lambda e: (e.src, e.hazard))
-        for history, access, region in touched:
-            _remember(history, index, access, region, above)
+        for history, seen, is_write in touched:
+            if is_write:
+                history.cover(seen)
+            history.add(seen, above)
 
 
 def _reduced(edges: dict[tuple[int, Hazard], Edge], above: list[int]) -> list[Edge]:
@@ -193,41 +202,28 @@ def _returns_new(kind: BufferKind, launch: Launch, access: Access) -> bool:
     )
 
 
-def _remember(history: History, index: int, access: Access, region: Region, above: list[int]) -> None:
-    if access.write:
-        history.cover(region, index)
-    reads, writes = access.read or access.atomic, access.write or access.atomic
-    last = history.last(writes)
-    is_last_word = bool(above) and (
-        last is None
-        or (last.is_last_word and (last.launch == index or bool(above[index] >> last.launch & 1)))
-    )
-    history.add(Seen(index, region, region.start, region.stop, reads, writes, is_last_word))
-
-
-def _waits(history: History, access: Access, region: Region) -> Iterator[tuple[int, Hazard]]:
+def _waits(history: History, now: Seen) -> Iterator[tuple[int, Hazard]]:
     """(earlier launch, reason) pairs to wait for; implied ones may be missing."""
-    reads, writes = access.read or access.atomic, access.write or access.atomic
     covered_by = -1  # latest covering write: earlier ones are implied
-    for past in _overlapping(history, region, True):
+    for past in _overlapping(history, now, True):
         if past.launch < covered_by:
             continue
-        if past.region.covers(region):
+        if past.region.covers(now.region):
             covered_by = past.launch
-        if reads:
+        if now.reads:
             yield past.launch, Hazard.RAW
-        if writes:
+        if now.writes:
             yield past.launch, Hazard.WAW
-        if writes and past.reads:
+        if now.writes and past.reads:
             yield past.launch, Hazard.WAR
-    if writes:
-        for past in _overlapping(history, region, False):
+    if now.writes:
+        for past in _overlapping(history, now, False):
             if past.launch > covered_by:
                 yield past.launch, Hazard.WAR
 
 
-def _overlapping(history: History, region: Region, is_write: bool) -> Iterator[Seen]:
-    start, stop, is_dense = region.start, region.stop, not region.dims
+def _overlapping(history: History, now: Seen, is_write: bool) -> Iterator[Seen]:
+    region, start, stop, is_dense = now.region, now.start, now.stop, not now.region.dims
     for listed in history.entries(is_write).near(region):
         for past in reversed(listed):
             if past.is_past or past.stop <= start or stop <= past.start:

@@ -401,11 +401,9 @@ def record_inductor_offline(workload: Workload, card: SimpleNamespace = PROPERTI
 def record_code(
     step: Step, code: CompiledStep, tensors: tuple[Tensors, Tensors, Tensors], recorded_on: str = "cpu"
 ) -> Recording:
-    weights, inputs, state = tensors
     ledger = Ledger(recorded_on)
-    ledger.declare(BufferKind.WEIGHT, weights)
-    ledger.declare(BufferKind.INPUT, inputs)
-    ledger.declare(BufferKind.STATE, state)
+    for kind, named in zip((BufferKind.WEIGHT, BufferKind.INPUT, BufferKind.STATE), tensors, strict=True):
+        ledger.declare(kind, named)
 
     def see(seen: OwnLaunch) -> None:
         ledger.launch(ledger.kernel_launch(seen))
@@ -417,7 +415,7 @@ def record_code(
         with inductor_launches(see), ExternCalls(ledger):
             yield
 
-    outputs = code.run(weights, inputs, state, enter)
+    outputs = code.run(*tensors, enter)
     trace = scoped(ledger.trace(step, outputs))
     verify(trace)
     return Recording(trace, code)
