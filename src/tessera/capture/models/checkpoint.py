@@ -321,9 +321,11 @@ def _bounded(folder: Path, what: str) -> Iterator[None]:
                 f"its configuration makes more than {num - 1:,} tensors", "Correct config.json.", str(folder)
             )
 
-    with ExitStack() as stack, blamed(folder, what):
-        stack.callback(torch_module.register_module_parameter_registration_hook(add).remove)
-        stack.callback(torch_module.register_module_buffer_registration_hook(add).remove)
+    with (
+        torch_module.register_module_parameter_registration_hook(add),
+        torch_module.register_module_buffer_registration_hook(add),
+        blamed(folder, what),
+    ):
         yield
 
 

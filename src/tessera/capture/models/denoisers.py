@@ -7,6 +7,7 @@ refused. Built-in models use classifier-free guidance: each row runs twice.
 """
 
 import inspect
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,10 @@ NUM_STEPS, SHIFT, GUIDANCE = 28, 3.0, 4.5
 
 def built_in(name: str, sizes: dict[str, Any], num_words: int, dtype: torch.dtype, step: Step) -> Workload:
     kind = getattr(extra_module("diffusers", "diffusers"), name)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # fake parameters cannot be converted later
-    try:
-        with checkpoint.seeded(step.seed):
-            module = kind(**sizes).eval()
-    finally:
-        torch.set_default_dtype(before)
+    with ExitStack() as stack, checkpoint.seeded(step.seed):
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(dtype)  # fake parameters cannot be converted later
+        module = kind(**sizes).eval()
     for part in module.modules():
         for key, buffer in part._buffers.items():
             part._buffers[key] = buffer.to(dtype) if buffer.is_floating_point() else buffer

@@ -450,11 +450,8 @@ def head_reads(model: Any, pick: Callable[[torch.Tensor], torch.Tensor] | None) 
     if pick is None or not isinstance(head, torch.nn.Module):
         yield False
         return
-    handle = head.register_forward_pre_hook(lambda _, args: (pick(args[0]), *args[1:]))
-    try:
+    with head.register_forward_pre_hook(lambda _, args: (pick(args[0]), *args[1:])):
         yield True
-    finally:
-        handle.remove()
 
 
 def call_on_fakes(model: Any) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -90,11 +91,8 @@ def using_adapters(model: Any, rows: torch.Tensor | None) -> Iterator[None]:
     if choice is None:
         yield
         return
-    choice.rows = rows
-    try:
+    with patch.object(choice, "rows", rows):
         yield
-    finally:
-        choice.rows = None
     if rows is not None and choice.idle:
         layer = min(choice.idle)
         raise CaptureError(f"adapters of {layer} are not supported: the model does not call it", MERGE)
