@@ -67,11 +67,6 @@ class Alias:
     part: BlockPart
 
 
-@dataclass(frozen=True, slots=True)
-class Fixed:
-    value: Any
-
-
 class FunctionCall:
     """Binds other calls to the same step."""
 
@@ -206,12 +201,13 @@ class FunctionCall:
         numbers = {key: block.parts[0][0] for key, block in zip(keys, self.blocks, strict=True)}
         blocks.open_dataclasses(result)
         leaves, self._result_spec = pytree.tree_flatten_with_path(result)
-        self._results: list[NewResult | Alias | Fixed] = []
+        # A value that is no tensor stands for itself.
+        self._results: list[Any] = []
         storages: dict[int, int] = {}
         names = blocks.unique([_output_name(keys) for keys, _ in leaves])
         for name, (_, leaf) in zip(names, leaves, strict=True):
             if not isinstance(leaf, torch.Tensor):
-                self._results.append(Fixed(leaf))
+                self._results.append(leaf)
                 continue
             check_resolved(leaf, f"the result '{name}'")
             if blocks.storage_key(leaf) in numbers:
@@ -330,10 +326,10 @@ class FunctionCall:
         storages: dict[int, torch.Tensor] = {}
         leaves: list[Any] = []
         for kind in self._results:
-            if isinstance(kind, Fixed):
-                leaves.append(kind.value)
-            elif isinstance(kind, Alias):
+            if isinstance(kind, Alias):
                 leaves.append(blocks.view_of(arguments.tensors[kind.number], kind.part))
+            elif not isinstance(kind, NewResult):
+                leaves.append(kind)
             else:
                 memory = storages.setdefault(kind.storage, torch.empty(kind.size_bytes, dtype=torch.uint8))
                 leaf = blocks.view_of(memory, kind.part)

@@ -420,9 +420,8 @@ class CachedSteps:
             return {**self._inputs(0), ENCODED: last[ENCODED].clone()}
         if "next_tokens" not in last or (not self._is_carried and not self._is_prefill):
             inputs = self._inputs(0)
-            if first.keys() == inputs.keys():
-                inputs = dict(first)
-            return {name: tensor.clone() for name, tensor in inputs.items()}
+            given = first if first.keys() == inputs.keys() else inputs
+            return {name: tensor.clone() for name, tensor in given.items()}
         inputs = {"tokens": last["next_tokens"][:, None].clone()}
         if NEXT in last:
             inputs["positions"] = last[NEXT].clone()
