@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from tessera.api import Server as Server
     from tessera.api import plan as plan
     from tessera.api import serve as serve
-    from tessera.capture.cuda_kernel import CudaKernel as CudaKernel
+    from tessera.capture.own import CudaKernel as CudaKernel
     from tessera.capture.record import capture as capture
     from tessera.ir import Load as Load
 
 __version__ = "0.1.0"
 
 PUBLIC = {
-    "CudaKernel": "tessera.capture.cuda_kernel",
+    "CudaKernel": "tessera.capture.own",
     "Load": "tessera.ir",
     "capture": "tessera.capture.record",
     **dict.fromkeys(

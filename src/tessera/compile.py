@@ -31,11 +31,10 @@ from typing import Any, ClassVar
 import torch
 
 from tessera import flow
-from tessera.capture import record, rng
+from tessera.capture import record
 from tessera.capture.blocks import storage_key
-from tessera.capture.function import Arguments, FunctionCall, workload
+from tessera.capture.function import Arguments, FunctionWorkload, workload
 from tessera.capture.fxgraph import GraphStep
-from tessera.capture.own import own_launches
 from tessera.capture.record import VARYING
 from tessera.errors import CaptureError, MismatchError, RuleBroken, TesseraError, UnknownName, check_known
 from tessera.execute.memory import is_allocation
@@ -109,20 +108,45 @@ class Call:
 Waiting = tuple[Call, Future[RunResult]]
 
 
-class Workers:
-    """Calls that arrive from several threads while others run are run together."""
+class Session:
+    """A step bound to one set of weights, and its workers.
+
+    Calls that arrive from several threads while others run are run together.
+    """
 
     # The least recently used first.
-    live: ClassVar["weakref.WeakValueDictionary[int, Workers]"] = weakref.WeakValueDictionary()
+    live: ClassVar["weakref.WeakValueDictionary[int, Session]"] = weakref.WeakValueDictionary()
     live_lock = threading.RLock()
 
-    def __init__(self, plan: Plan, weights: Tensors) -> None:
-        self.plan, self._weights = plan, weights
+    def __init__(self, step: FunctionWorkload, plan: Plan) -> None:
+        self.step, self.function, self.plan = step, step.function, plan
+        self._weights = step.weights()
+        self._undefined = _undefined(plan.unit.graphs[0].trace)
         self._stepper: WorkerStepper | None = None
         self._end: Callable[[], Any] | None = None
         self._turn = threading.RLock()
         self._waiting: list[Waiting] = []
         self._waiting_lock = threading.Lock()
+
+    def bind(self, inputs: Mapping[str, Any]) -> Arguments | None:
+        """None if the call has other weights, or arguments that are laid out differently."""
+        weights = self.function.weights()
+        if any(storage_key(weights[name]) != storage_key(held) for name, held in self._weights.items()):
+            return None
+        try:
+            return self.function.arguments((), dict(inputs))
+        except MismatchError:
+            return None
+
+    def check(self, arguments: Arguments, result: RunResult) -> None:
+        state = {name: tensor.clone() for name, tensor in arguments.state.items()}
+        with threads(1):
+            outputs = self.step.run(arguments.inputs, state)
+        for ours, theirs in ((outputs, result.outputs[-1]), (state, result.state)):
+            for name, tensor in ours.items():
+                if name not in self._undefined and not same_bits(tensor, theirs[name]):
+                    message = f"the divided run differs from the reference run in '{name}'"
+                    raise TesseraError(message, "Please report this model and these options.")
 
     def run(self, request: Call) -> RunResult:
         mine: Future[RunResult] = Future()
@@ -176,8 +200,8 @@ class Workers:
 
 
 def close_all() -> None:
-    for workers in list(Workers.live.values()):
-        workers.close()
+    for session in list(Session.live.values()):
+        session.close()
 
 
 __all__ = ["MAX_ENGINES", "Compiled", "Options", "backend", "close_all"]
@@ -194,14 +218,14 @@ backend.reset = close_all  # type: ignore[attr-defined]  # torch._dynamo.reset()
 
 
 class Compiled:
-    """The arguments of a call select a session: a step bound to one set of weights."""
+    """A graph of Dynamo; the arguments of a call select its session."""
 
     def __init__(
         self, graph: torch.fx.GraphModule, examples: Sequence[Any], options: Mapping[str, Any]
     ) -> None:
         self._graph, self._given_options = graph, options
         self._step = GraphStep(graph, examples)
-        self._sessions: list[Session] = []
+        self.sessions: list[Session] = []
         # The step holds the weights of one call at a time.
         self._lock = threading.Lock()
         self._makes_grads = _makes_grads(graph)
@@ -213,65 +237,61 @@ class Compiled:
         # Read here, because Dynamo would wrap errors of `backend`.
         options = Options.read(self._given_options)
         cluster = options.cluster()
+        bound = None
         if not self._is_eager:
             with self._lock, self._step.holding(args) as inputs:
                 bound = self._bind(args, inputs, options, cluster)
-        else:
-            bound = None
         if bound is None:
             return self._graph(*args)
         session, arguments = bound
-        with _TURN if session.function.draws else nullcontext():
+        with _TURN if session.function.generators else nullcontext():
             arguments = session.function.at_its_turn(arguments)
-            result = session.workers.run(Call(arguments.inputs, arguments.state))
+            result = session.run(Call(arguments.inputs, arguments.state))
             if options.verify:
                 with self._lock, self._step.holding(args):
                     session.check(arguments, result)
             return session.function.finish(arguments, result.outputs[-1], result.state)
 
-    def drop(self, session: "Session") -> None:
-        self._sessions = [s for s in self._sessions if s is not session]
-        session.workers.close()
-
     def _bind(
         self, args: Sequence[Any], inputs: Mapping[str, Any], options: Options, cluster: Cluster
-    ) -> "tuple[Session, Arguments] | None":
+    ) -> tuple[Session, Arguments] | None:
         """None if the graph must run eagerly."""
-        for session in self._sessions:
+        for session in self.sessions:
             arguments = session.bind(inputs)
             if arguments is not None:
                 return session, arguments
         try:
-            function, trace = self._capture(args, inputs)
+            step, trace = self._capture(args, inputs)
         except (CaptureError, RuleBroken, RuntimeError) as error:
             self._is_eager = True
             self._warn(str(error))
             return None
         if trace is None:
             return None
-        session = Session(function, make_plan(trace, cluster, options))
-        self._sessions.append(session)
+        session = Session(step, make_plan(trace, cluster, options))
+        self.sessions.append(session)
         weight = next((a for a in args if isinstance(a, torch.nn.Parameter)), None)
         if weight is not None:  # the workers end when it is freed: Dynamo may keep the graph for longer
             weakref.finalize(weight, _drop, weakref.ref(self), weakref.ref(session))
-        return session, function.bind((), dict(inputs))
+        return session, step.function.arguments((), dict(inputs))
 
-    def _capture(self, args: Sequence[Any], inputs: Mapping[str, Any]) -> tuple[FunctionCall, Trace | None]:
+    def _capture(
+        self, args: Sequence[Any], inputs: Mapping[str, Any]
+    ) -> tuple[FunctionWorkload, Trace | None]:
         foreign = {a.device.type for a in args if isinstance(a, torch.Tensor)} - {"cpu"}
         if foreign:
-            message = (
-                f"it has tensors on {', '.join(sorted(foreign))}, and emulated devices compute on the CPU"
-            )
+            where = ", ".join(sorted(foreign))
+            message = f"it has tensors on {where}, and emulated devices compute on the CPU"
             raise CaptureError(message, "Move the model and its inputs to the CPU.")
         step = workload(self._step, **inputs)
-        if self._makes_grads and step.function.changes_state:
+        if self._makes_grads and step.function.changed:
             raise CaptureError("it writes gradients' history into its arguments", "Use torch.no_grad().")
         # The program may change weights in place between calls, so reading them is refused too.
         trace = record(step, VARYING | {BufferKind.WEIGHT})
         for kernel in trace.kernels:
             if kernel.origin is Origin.ATEN and not kernel.name.startswith(TORCH_OPERATORS):
                 raise CaptureError(f"{kernel.name} is registered by code that workers do not import")
-        return step.function, trace if trace.launches and trace.outputs else None
+        return step, trace if trace.launches and trace.outputs else None
 
     def _warn(self, reason: str) -> None:
         warnings.warn(f"tessera runs this graph on one device: {reason}", UserWarning, stacklevel=3)
@@ -280,7 +300,8 @@ class Compiled:
 def _drop(compiled: "weakref.ref[Compiled]", session: "weakref.ref[Session]") -> None:
     graph, bound = compiled(), session()
     if graph is not None and bound is not None:
-        graph.drop(bound)
+        graph.sessions.remove(bound)
+        bound.close()
 
 
 def make_plan(trace: Trace, cluster: Cluster, options: Options) -> Plan:
@@ -288,37 +309,8 @@ def make_plan(trace: Trace, cluster: Cluster, options: Options) -> Plan:
     costs = flow.price(unit, cluster)
     objective = Objective(options.objective)
     search = search_config(options.effort)
-    return flow.make_plan(
-        unit, costs, cluster, objective, options.microbatches, options.policy, search=search
-    )
-
-
-class Session:
-    def __init__(self, function: FunctionCall, plan: Plan) -> None:
-        self.function = function
-        weights = function.weights()
-        self._storages = {name: storage_key(tensor) for name, tensor in weights.items()}
-        self._undefined = _undefined(plan.unit.graphs[0].trace)
-        self.workers = Workers(plan, weights)
-
-    def bind(self, inputs: Mapping[str, Any]) -> Arguments | None:
-        held = {name: storage_key(tensor) for name, tensor in self.function.weights().items()}
-        if held != self._storages:
-            return None
-        try:
-            return self.function.bind((), dict(inputs))
-        except MismatchError:
-            return None
-
-    def check(self, arguments: Arguments, result: RunResult) -> None:
-        state = {name: tensor.clone() for name, tensor in arguments.state.items()}
-        with threads(1), torch.no_grad(), rng.entered(state), own_launches():
-            outputs = self.function.call(arguments.inputs, rng.without_generators(state))
-        for ours, theirs in ((outputs, result.outputs[-1]), (state, result.state)):
-            for name, tensor in ours.items():
-                if name not in self._undefined and not same_bits(tensor, theirs[name]):
-                    message = f"the divided run differs from the reference run in '{name}'"
-                    raise TesseraError(message, "Please report this model and these options.")
+    choice = objective, options.microbatches, options.policy
+    return flow.make_plan(unit, costs, cluster, *choice, search=search)
 
 
 def _undefined(trace: Trace) -> set[str]:

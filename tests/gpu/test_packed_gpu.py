@@ -10,10 +10,9 @@ from torch.testing import assert_close
 pytest.importorskip("triton", reason="needs triton")
 
 from packed_factory import answer, serving, words, write_folder, write_words
-from tessera.kernels import lora, packed  # registers the operators
+from tessera.kernels import lora  # registers the operators
 from tessera.kernels.packing import BITS, PLAIN, dequantise, tile
 
-assert packed
 assert lora
 pytestmark = [
     pytest.mark.gpu,

@@ -37,7 +37,7 @@ class Seen:
     reads: bool
     writes: bool
     # True if every earlier entry of the list has a path to this launch.
-    is_last_word: bool
+    is_last_word: bool = False
     # True once a later write covers it.
     is_past: bool = False
 
@@ -102,7 +102,12 @@ class History:
     def entries(self, is_write: bool) -> Entries:
         return self._writes if is_write else self._reads
 
-    def add(self, seen: Seen) -> None:
+    def add(self, seen: Seen, above: list[int]) -> None:
+        last = self.last(seen.writes)
+        seen.is_last_word = bool(above) and (
+            last is None
+            or (last.is_last_word and (last.launch == seen.launch or bool(above[-1] >> last.launch & 1)))
+        )
         self.is_new = False
         self.entries(seen.writes).add(seen)
 
@@ -112,12 +117,12 @@ class History:
             entries.pop()
         return entries[-1] if entries else None
 
-    def cover(self, region: Region, by: int) -> None:
-        stop = region.stop
+    def cover(self, by: Seen) -> None:
+        region = by.region
         for listed in (*self._writes.near(region, False), *self._reads.near(region, False)):
             for seen in listed:
-                inside = not seen.is_past and region.start <= seen.start and seen.stop <= stop
-                if inside and seen.launch != by and region.covers(seen.region):
+                inside = not seen.is_past and by.start <= seen.start and seen.stop <= by.stop
+                if inside and seen.launch != by.launch and region.covers(seen.region):
                     seen.is_past = True
             listed[:] = [seen for seen in listed if not seen.is_past]
 
@@ -162,15 +167,19 @@ def _scan(trace: Trace, is_reduced: bool) -> Iterator[Edge]:
             history, buffer = histories[access.buffer], trace.buffers[access.buffer]
             is_new = history.is_new and _returns_new(buffer.kind, launch, access)
             region = Region(0, buffer.size_bytes) if is_new else access.region
-            touched.append((history, access, region))
-            for src, hazard in _waits(history, access, region):
+            reads, writes = access.read or access.atomic, access.write or access.atomic
+            seen = Seen(index, region, region.start, region.stop, reads, writes)
+            touched.append((history, seen, access.write))
+            for src, hazard in _waits(history, seen):
                 edges.setdefault((src, hazard), Edge(src, index, hazard, access.buffer))
         if is_reduced:
             yield from _reduced(edges, above)
         else:
             yield from sorted(edges.values(), key=lambda e: (e.src, e.hazard))
-        for history, access, region in touched:
-            _remember(history, index, access, region, above)
+        for history, seen, is_write in touched:
+            if is_write:
+                history.cover(seen)
+            history.add(seen, above)
 
 
 def _reduced(edges: dict[tuple[int, Hazard], Edge], above: list[int]) -> list[Edge]:
@@ -193,41 +202,28 @@ def _returns_new(kind: BufferKind, launch: Launch, access: Access) -> bool:
     )
 
 
-def _remember(history: History, index: int, access: Access, region: Region, above: list[int]) -> None:
-    if access.write:
-        history.cover(region, index)
-    reads, writes = access.read or access.atomic, access.write or access.atomic
-    last = history.last(writes)
-    is_last_word = bool(above) and (
-        last is None
-        or (last.is_last_word and (last.launch == index or bool(above[index] >> last.launch & 1)))
-    )
-    history.add(Seen(index, region, region.start, region.stop, reads, writes, is_last_word))
-
-
-def _waits(history: History, access: Access, region: Region) -> Iterator[tuple[int, Hazard]]:
+def _waits(history: History, now: Seen) -> Iterator[tuple[int, Hazard]]:
     """(earlier launch, reason) pairs to wait for; implied ones may be missing."""
-    reads, writes = access.read or access.atomic, access.write or access.atomic
     covered_by = -1  # latest covering write: earlier ones are implied
-    for past in _overlapping(history, region, True):
+    for past in _overlapping(history, now, True):
         if past.launch < covered_by:
             continue
-        if past.region.covers(region):
+        if past.region.covers(now.region):
             covered_by = past.launch
-        if reads:
+        if now.reads:
             yield past.launch, Hazard.RAW
-        if writes:
+        if now.writes:
             yield past.launch, Hazard.WAW
-        if writes and past.reads:
+        if now.writes and past.reads:
             yield past.launch, Hazard.WAR
-    if writes:
-        for past in _overlapping(history, region, False):
+    if now.writes:
+        for past in _overlapping(history, now, False):
             if past.launch > covered_by:
                 yield past.launch, Hazard.WAR
 
 
-def _overlapping(history: History, region: Region, is_write: bool) -> Iterator[Seen]:
-    start, stop, is_dense = region.start, region.stop, not region.dims
+def _overlapping(history: History, now: Seen, is_write: bool) -> Iterator[Seen]:
+    region, start, stop, is_dense = now.region, now.start, now.stop, not now.region.dims
     for listed in history.entries(is_write).near(region):
         for past in reversed(listed):
             if past.is_past or past.stop <= start or stop <= past.start:
@@ -255,46 +251,33 @@ class _Version:
 
 
 def values(trace: Trace) -> tuple[Value, ...]:
-    newest = [_Version(b, None) for b in range(len(trace.buffers))]
-    versions: list[list[_Version]] = [[v] for v in newest]
+    chains = [[_Version(buffer, None)] for buffer in range(len(trace.buffers))]
     for index, launch in enumerate(trace.launches):
         for buffer in dict.fromkeys(a.buffer for a in launch.accesses):
-            mine = [a for a in launch.accesses if a.buffer == buffer]
-            _touch(trace, newest, versions, index, mine)
-    finals = {view.buffer for _, view in trace.outputs} | set(trace.buffers_of(BufferKind.STATE))
+            _touch(trace, chains[buffer], index, [a for a in launch.accesses if a.buffer == buffer])
+    kept = {view.buffer for _, view in trace.outputs} | set(trace.buffers_of(BufferKind.STATE))
     return tuple(
-        _freeze(v, v is chain[-1] and v.buffer in finals)
-        for chain in versions
+        Value(v.buffer, v.producer, tuple(v.readers), v.start or 0, v.stop, v is chain[-1] and number in kept)
+        for number, chain in enumerate(chains)
         for v in chain
         if v.readers or v.producer is not None
     )
 
 
-def _touch(
-    trace: Trace, newest: list[_Version], versions: list[list[_Version]], index: int, accesses: list[Access]
-) -> None:
-    buffer = accesses[0].buffer
-    size = trace.buffers[buffer].size_bytes
+def _touch(trace: Trace, chain: list[_Version], index: int, accesses: list[Access]) -> None:
+    """`chain`: versions of the buffer, the newest last."""
+    newest, buffer = chain[-1], trace.buffers[chain[0].buffer]
     for access in accesses:
         if access.read or access.atomic:
-            newest[buffer].read_by(index, access.region.start, access.region.stop)
+            newest.read_by(index, access.region.start, access.region.stop)
     writes = [a for a in accesses if a.write or a.atomic]
     if not writes:
         return
+    size, is_given = buffer.size_bytes, buffer.kind in (BufferKind.WEIGHT, BufferKind.INPUT, BufferKind.STATE)
     covers = any(a.write and a.region.is_dense and a.region.num_bytes == size for a in writes)
-    if not covers and (newest[buffer].producer is not None or _is_given(trace, buffer)):
-        newest[buffer].read_by(index, 0, size)
-    newest[buffer] = _Version(buffer, index)
-    versions[buffer].append(newest[buffer])
-
-
-def _is_given(trace: Trace, buffer: int) -> bool:
-    return trace.buffers[buffer].kind in (BufferKind.WEIGHT, BufferKind.INPUT, BufferKind.STATE)
-
-
-def _freeze(version: _Version, is_final: bool) -> Value:
-    start = version.start if version.start is not None else 0
-    return Value(version.buffer, version.producer, tuple(version.readers), start, version.stop, is_final)
+    if not covers and (newest.producer is not None or is_given):
+        newest.read_by(index, 0, size)
+    chain.append(_Version(newest.buffer, index))
 
 
 def build_graph(trace: Trace) -> Graph:

@@ -1,8 +1,8 @@
 """Program -> Trace: what runs."""
 
 from tessera import make_callable
-from tessera.capture.cuda_kernel import CudaKernel
 from tessera.capture.models import build, known_models, place_of
+from tessera.capture.own import CudaKernel
 from tessera.capture.record import check_device, record, record_sizes, record_step
 from tessera.capture.workload import Workload
 

@@ -19,7 +19,7 @@ from msgspec import structs
 from tessera.capture.operators import argument_accesses, byte_region
 from tessera.ir import Access, Buffer, BufferKind, Cluster, Kernel, Launch, Origin, Trace, View, verify
 from tessera.ir.trace import Arg, item_bytes
-from tessera.kernels import PARTS, grouped, packed  # noqa: F401 - registers the operators
+from tessera.kernels import PARTS, grouped, packing  # noqa: F401 - registers the operators
 
 # Share of a card's memory for weights, and part of it from which a plain product is divided.
 USABLE, LARGE = 0.8, 8
@@ -92,17 +92,13 @@ class _Writer:
         self._readers.update(view.buffer for _, view in trace.outputs)
 
     def add(self, launch: Launch) -> None:
-        name, ends = self._trace.kernels[launch.kernel].name, list[int]()
-        if name in GROUPED:
-            ends = self._expert_ends(launch)
-        elif name in PLAIN:
-            ends = self._column_ends(launch)
-        if not ends:
-            self._launches.append(launch)
-        elif name in GROUPED:
+        name = self._trace.kernels[launch.kernel].name
+        if name in GROUPED and (ends := self._expert_ends(launch)):
             self._divide_experts(launch, GROUPED[name], ends)
-        else:
+        elif name in PLAIN and (ends := self._column_ends(launch)):
             self._divide_columns(launch, ends)
+        else:
+            self._launches.append(launch)
 
     def done(self) -> Trace:
         buffers, launches = tuple(self._buffers), tuple(self._launches)

@@ -33,7 +33,6 @@ _NUM_METHODS = 64
 _REMEDY = "Install a CUDA build of torch (it needs no GPU), or capture with --device cpu."
 
 
-Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 # Strides of a mask for the memory-efficient kernel (all but the last).
 MASK_ALIGNMENT = 8
 # Widest head of the flash kernel; heads are padded to a multiple of 8.
@@ -49,26 +48,22 @@ VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 @functools.cache
 def ensure_cuda_guard() -> None:
-    ensure = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
-    if ensure is None:
-        raise CaptureError("this torch cannot hold fake CUDA tensors", _REMEDY)
     if torch.backends.cuda.is_built():
-        ensure()
+        torch._C._ensureCUDADeviceGuardSet()
         return
     registry = _registry()
     if not registry[_CUDA]:
-        _replace(registry, ensure)
+        _replace(registry)
 
 
-def _replace(registry: "ctypes.Array[ctypes.c_void_p]", ensure: object) -> None:
+def _replace(registry: "ctypes.Array[ctypes.c_void_p]") -> None:
     zero = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)(lambda _: 0)
     address = ctypes.cast(zero, ctypes.c_void_p).value
     methods = (ctypes.c_void_p * _NUM_METHODS)(*[address] * _NUM_METHODS)
     stand_in = ctypes.c_void_p(ctypes.addressof(methods))  # C++ object: a pointer to its methods
     mine = ctypes.addressof(stand_in)
     registry[_CUDA] = ctypes.c_void_p(mine)
-    assert callable(ensure)
-    ensure()
+    torch._C._ensureCUDADeviceGuardSet()
     if registry[_CUDA] == mine:
         registry[_CUDA] = None
         raise CaptureError("this torch kept no guard for fake CUDA tensors", _REMEDY)
@@ -79,9 +74,8 @@ def _registry() -> "ctypes.Array[ctypes.c_void_p]":
     try:
         return (ctypes.c_void_p * (_CUDA + 1)).in_dll(ctypes.CDLL(str(library)), _REGISTRY)
     except (OSError, ValueError) as error:
-        raise CaptureError(
-            "this torch was built without CUDA and hides its device guards", _REMEDY
-        ) from error
+        message = "this torch was built without CUDA and hides its device guards"
+        raise CaptureError(message, _REMEDY) from error
 
 
 class InPlaceOf(TorchFunctionMode):
@@ -109,29 +103,27 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
+    aten, width = torch.ops.aten, query.shape[-1]
     kind = choose(query, key, value, attn_mask, enable_gqa)
+    out: torch.Tensor
     if kind == "flash":
-        width = query.shape[-1]
         missing = -width % FLASH_ALIGNMENT
         if missing:
             query, key, value = (torch.nn.functional.pad(t, (0, missing)) for t in (query, key, value))
         chosen = scale if scale is not None else 1.0 / math.sqrt(width)
-        results = torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, scale=chosen
-        )
-        return results[0][..., :width] if missing else results[0]  # type: ignore[no-any-return]
+        flash = aten._scaled_dot_product_flash_attention
+        out = flash(query, key, value, dropout_p, is_causal, False, scale=chosen)[0]
+        return out[..., :width] if missing else out
     if kind == "cudnn" and attn_mask is not None:
         # Without the softmax sums the operator returns None there on a GPU only.
-        results = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            query, key, value, _additive(attn_mask, query), True, dropout_p, is_causal, False, scale=scale
-        )
-        return results[0]  # type: ignore[no-any-return]
+        mask, cudnn = _additive(attn_mask, query), aten._scaled_dot_product_cudnn_attention
+        out = cudnn(query, key, value, mask, True, dropout_p, is_causal, False, scale=scale)[0]
+        return out
     if kind == "efficient":
-        mask = None if attn_mask is None else _prepare_mask(attn_mask, query, key)
-        results = torch.ops.aten._scaled_dot_product_efficient_attention(
-            query, key, value, mask, False, dropout_p, is_causal, scale=scale
-        )
-        return results[0]  # type: ignore[no-any-return]
+        bias = None if attn_mask is None else _prepare_mask(attn_mask, query, key)
+        efficient = aten._scaled_dot_product_efficient_attention
+        out = efficient(query, key, value, bias, False, dropout_p, is_causal, scale=scale)[0]
+        return out
     return scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
@@ -166,10 +158,8 @@ def choose(
 def _additive(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     if mask.dtype is not torch.bool:
         return mask
-    allowed, barred = (
-        torch.scalar_tensor(x, dtype=query.dtype, device=query.device) for x in (0.0, -math.inf)
-    )
-    return torch.where(mask, allowed, barred)
+    number = functools.partial(torch.scalar_tensor, dtype=query.dtype, device=query.device)
+    return torch.where(mask, number(0.0), number(-math.inf))
 
 
 def _prepare_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -182,12 +172,12 @@ def _prepare_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) ->
 
 
 @contextmanager
-def machine() -> Iterator[Run]:
-    """CUDA appears available; yields the operator runner."""
+def machine() -> Iterator[None]:
+    """CUDA appears available."""
     ensure_cuda_guard()
     capability = patch.object(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY)
     with capability, FakeTensorMode(), target_attention():
-        yield run_fake
+        yield
 
 
 def on_device(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -219,9 +209,8 @@ def _as_viewed(result: torch.Tensor, source: torch.Tensor, shape: Any) -> torch.
     """The fake keeps old strides of size-1 dimensions; the real ones decide later layouts."""
     with unset_fake_temporarily():
         real = torch.empty_strided(source.size(), source.stride(), device="meta").view(shape).stride()
-    return (
-        result if result.stride() == real else result.as_strided(result.size(), real, result.storage_offset())
-    )
+    is_alike = result.stride() == real
+    return result if is_alike else result.as_strided(result.size(), real, result.storage_offset())
 
 
 @contextmanager

@@ -13,7 +13,7 @@ argument, changing a tensor held by a closure alone, and changing an optimiser's
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,11 +67,6 @@ class Alias:
     part: BlockPart
 
 
-@dataclass(frozen=True, slots=True)
-class Fixed:
-    value: Any
-
-
 class FunctionCall:
     """Binds other calls to the same step."""
 
@@ -121,7 +116,7 @@ class FunctionCall:
                 held.put_back()
             for block, saved in watch.saved.items():
                 blocks.raw(tensors[self.blocks[block].parts[0][0]], 0, saved.numel()).copy_(saved)
-        self._generators = sorted(watch.generators)
+        self.generators = sorted(watch.generators)
         # Dynamo guards its own graphs.
         is_graph = isinstance(self.fn, GraphStep)
         self._kept = None if is_graph else Before(python_state(*self.roots).without_tensors)
@@ -172,18 +167,17 @@ class FunctionCall:
         return line_that_changes(PyValue(name, lambda: held.current), lambda: self.fn(*args, **kwargs))
 
     def _sort(self, watch: Watch) -> None:
-        self._inputs, self._state, self._weights = [], [], []
+        self._inputs, self.changed, self._weights = [], [], []
         for index, block in enumerate(self.blocks):
             is_argument = block.parts[0][0] < self._num_args
             held = [self._holder(n) for n, _ in block.parts if n not in self._leaves]
             fixed = [h for h in held if h is not None and h.holder is None]
             if fixed and (index in watch.saved or is_argument):
-                raise CaptureError(
-                    f"'{fixed[0].name}' is changed, or is an argument too, but only a closure holds it",
-                    "Pass it as an argument, or register it on its module with register_buffer.",
-                )
+                message = f"'{fixed[0].name}' is changed, or is an argument too, but only a closure holds it"
+                remedy = "Pass it as an argument, or register it on its module with register_buffer."
+                raise CaptureError(message, remedy)
             if index in watch.saved:
-                self._state.append(index)
+                self.changed.append(index)
             elif is_argument:
                 self._inputs.append(index)
             elif index in watch.touched:
@@ -207,12 +201,13 @@ class FunctionCall:
         numbers = {key: block.parts[0][0] for key, block in zip(keys, self.blocks, strict=True)}
         blocks.open_dataclasses(result)
         leaves, self._result_spec = pytree.tree_flatten_with_path(result)
-        self._results: list[NewResult | Alias | Fixed] = []
+        # A value that is no tensor stands for itself.
+        self._results: list[Any] = []
         storages: dict[int, int] = {}
         names = blocks.unique([_output_name(keys) for keys, _ in leaves])
         for name, (_, leaf) in zip(names, leaves, strict=True):
             if not isinstance(leaf, torch.Tensor):
-                self._results.append(Fixed(leaf))
+                self._results.append(leaf)
                 continue
             check_resolved(leaf, f"the result '{name}'")
             if blocks.storage_key(leaf) in numbers:
@@ -223,26 +218,23 @@ class FunctionCall:
                 self._results.append(NewResult(name, storage, size, blocks.part_of(leaf)))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        current = [h.current for h in self._held]
-        return {
-            self._names[i]: current[self.blocks[i].parts[0][0] - self._num_args].detach()
-            for i in self._weights
-        }
+        held = {i: self._holder(self.blocks[i].parts[0][0]) for i in self._weights}
+        return {self._names[i]: h.current.detach() for i, h in held.items() if h is not None}
 
     @property
     def roots(self) -> tuple[object, ...]:
         return (self.fn, *(leaf for leaf in self._fixed if leaf is not TENSOR))
 
     def changing(self) -> dict[str, torch.Tensor]:
-        return {self._names[i]: self._first[i] for i in (*self._inputs, *self._state)}
+        return {self._names[i]: self._first[i] for i in (*self._inputs, *self.changed)}
 
     def fresh(self, tensors: Tensors, seed: int, is_mild: bool) -> dict[str, torch.Tensor]:
         copies = {name: tensor.clone() for name, tensor in tensors.items()}
-        for index in (*self._inputs, *self._state):
+        for index in (*self._inputs, *self.changed):
             name = self._names[index]
             for number, view in blocks.spread(self.blocks[index], copies[name]) if name in copies else ():
                 blocks.fill(view, fresh_tensor(view, seed * 1_000 + number, is_mild))
-        drawn_from = [name for name in self._generators if name in copies]
+        drawn_from = [name for name in self.generators if name in copies]
         return copies | {name: rng.seeded_state(name, FRESH_SEED + seed) for name in drawn_from}
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -263,25 +255,22 @@ class FunctionCall:
             raise MismatchError(f"{changed.name} is not what it was at the capture", "Capture again.")
         inputs, state = (
             {self._names[i]: blocks.handed(self.blocks[i], tensors) for i in kind}
-            for kind in (self._inputs, self._state)
+            for kind in (self._inputs, self.changed)
         )
         return Arguments(tensors, inputs, state)
 
     def at_its_turn(self, arguments: Arguments) -> Arguments:
-        return replace(
-            arguments, state=arguments.state | {name: rng.state_now(name) for name in self._generators}
-        )
+        drawn = {name: rng.state_now(name) for name in self.generators}
+        return replace(arguments, state=arguments.state | drawn)
 
     def _tensors(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
         return [*(leaves[i] for i in self._places), *(held.current for held in self._held)]
 
     def call(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
         tensors = {**inputs, **state}
-        numbered = dict(
-            pair
-            for i in (*self._inputs, *self._state)
-            for pair in blocks.spread(self.blocks[i], tensors[self._names[i]])
-        )
+        numbered: dict[int, torch.Tensor] = {}
+        for i in (*self._inputs, *self.changed):
+            numbered |= blocks.spread(self.blocks[i], tensors[self._names[i]])
         leaves = list(self._fixed)
         for number, place in enumerate(self._places):
             is_same = self.trains and number in self._leaves
@@ -292,11 +281,8 @@ class FunctionCall:
         return self._outputs(pytree.tree_leaves(result), state)
 
     def _outputs(self, leaves: list[Any], state: Tensors) -> dict[str, torch.Tensor]:
-        outputs = {
-            kind.name: leaf
-            for kind, leaf in zip(self._results, leaves, strict=True)
-            if isinstance(kind, NewResult)
-        }
+        pairs = zip(self._results, leaves, strict=True)
+        outputs = {kind.name: leaf for kind, leaf in pairs if isinstance(kind, NewResult)}
         if not outputs and state:  # a step needs an output: the smallest state
             name = min(state, key=lambda n: state[n].numel())
             return {f"{name}.after": state[name]}
@@ -305,35 +291,28 @@ class FunctionCall:
     @contextmanager
     def _exchanged(self, numbered: Mapping[int, torch.Tensor]) -> Iterator[None]:
         """In training, a parameter keeps its identity (for the optimiser) and takes the step's memory."""
-        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-        swapped = []
         pairs = []
-        try:
+        with ExitStack() as stack:
             for number, tensor in numbered.items():
                 held = self._holder(number)
                 if self.trains and number in self._leaves:
                     leaf = self._leaves[number]
                     with no_dispatch():
-                        kept.append((leaf, leaf.data))
+                        stack.callback(setattr, leaf, "data", leaf.data)
                     leaf.data = tensor
                 elif held is not None:
-                    swapped.append((held, held.current))
                     pairs.append((held.current, tensor))
+                    stack.callback(held.holder.__setitem__, held.key, held.current)
                     held.holder[held.key] = tensor
             with standing_for(pairs):
                 yield
-        finally:
-            for leaf, data in reversed(kept):
-                leaf.data = data
-            for held, before in reversed(swapped):
-                held.holder[held.key] = before
 
     def finish(self, arguments: Arguments, outputs: Tensors, state: Tensors) -> Any:
         """Writes state back to its tensors."""
-        for name in self._generators:
+        for name in self.generators:
             rng.set_state(name, state[name])
         with torch.no_grad():
-            for index in self._state:
+            for index in self.changed:
                 block = self.blocks[index]
                 bytes_after = state[self._names[index]].reshape(-1).view(torch.uint8)
                 blocks.raw(arguments.tensors[block.parts[0][0]], block.start, block.stop).copy_(bytes_after)
@@ -347,24 +326,16 @@ class FunctionCall:
         storages: dict[int, torch.Tensor] = {}
         leaves: list[Any] = []
         for kind in self._results:
-            if isinstance(kind, Fixed):
-                leaves.append(kind.value)
-            elif isinstance(kind, Alias):
+            if isinstance(kind, Alias):
                 leaves.append(blocks.view_of(arguments.tensors[kind.number], kind.part))
+            elif not isinstance(kind, NewResult):
+                leaves.append(kind)
             else:
                 memory = storages.setdefault(kind.storage, torch.empty(kind.size_bytes, dtype=torch.uint8))
                 leaf = blocks.view_of(memory, kind.part)
                 blocks.fill(leaf, outputs[kind.name])
                 leaves.append(leaf)
         return leaves
-
-    @property
-    def draws(self) -> bool:
-        return bool(self._generators)
-
-    @property
-    def changes_state(self) -> bool:
-        return bool(self._state)
 
 
 def _alike(leaf: Any, fixed: Any) -> bool:
@@ -425,15 +396,8 @@ def _as_step(function: FunctionCall, arguments: Arguments) -> FunctionWorkload:
 
     batch = next((int(t.shape[0]) for t in arguments.tensors if t.dim() and t.shape[0]), 1)
     step = Step(_name_of(function.fn), KIND, batch, 1)
-    return FunctionWorkload(
-        step=step,
-        module=function.module,
-        call=function.call,
-        make_inputs=copies(list(arguments.inputs)),
-        make_state=copies(list(arguments.state)),
-        follow=follow,
-        function=function,
-    )
+    makers = copies(list(arguments.inputs)), copies(list(arguments.state))
+    return FunctionWorkload(step, function.module, function.call, *makers, follow, function=function)
 
 
 def _name_of(fn: Callable[..., Any]) -> str:

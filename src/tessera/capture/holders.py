@@ -141,9 +141,8 @@ def items_of(value: Any) -> Iterator[Item]:
             yield "", value.__func__, None, None
         case types.FunctionType():
             named = [(name, read()) for name, read in variables(value)]
-            yield from [
-                (n, v, None, None) for n, v in named if v is not _MISSING and not is_foreign(v, value)
-            ]
+            mine = [(n, v) for n, v in named if v is not _MISSING and not is_foreign(v, value)]
+            yield from [(n, v, None, None) for n, v in mine]
             defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
             yield from [("default", v, None, None) for v in defaults]
         case functools.partial():
@@ -391,9 +390,8 @@ class _PySearch:
             return
         held = getattr(value, "__dict__", {})
         if held:
-            self.values.append(
-                PyValue(f"the attributes of '{name or type(value).__name__}'", lambda: tuple(held))
-            )
+            what = f"the attributes of '{name or type(value).__name__}'"
+            self.values.append(PyValue(what, lambda: tuple(held)))
         for key in list(held):
             if not isinstance(value, torch.nn.Module) or key not in _TORCHS:
                 self._add(_join(name, key), held, key)
@@ -417,9 +415,8 @@ class _PySearch:
         for word, read in variables(function):
             self._look_variable(word, read, function, depth)
         for item in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self.values.append(
-                PyValue(f"a default of '{function.__name__}'", partial((item,).__getitem__, 0))
-            )
+            read = partial((item,).__getitem__, 0)
+            self.values.append(PyValue(f"a default of '{function.__name__}'", read))
 
     def _look_variable(
         self, name: str, read: Callable[[], Any], function: types.FunctionType, depth: int

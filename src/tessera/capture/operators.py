@@ -245,10 +245,8 @@ def check_operator(
     """Refuses host reads of varying values, and writes that no schema declares."""
     is_silent = func._schema.name in SILENT_WRITERS and argument_of(func, "training", args, kwargs)
     if is_silent and argument_of(func, "running_mean", args, kwargs) is not None:
-        fail(
-            f"{func} changes its running statistics, which its schema does not say",
-            "Call the model's eval() first.",
-        )
+        message = f"{func} changes its running statistics, which its schema does not say"
+        fail(message, "Call the model's eval() first.")
     if _answers_the_host(func) and any(map(varies, tree_leaves((args, kwargs)))):
         refuse_read(str(func))
     if _sizes_by_value(func) and any(map(varies, tree_leaves(_deciding(func, args, kwargs)))):
@@ -309,15 +307,11 @@ def explain(func: Any, error: Exception) -> NoReturn:
         remedy = f"{BATCHED}, or capture on real tensors with --device cpu or cuda:0."
         fail(f"{func} gives a result that depends on values, and fake tensors have none", remedy)
     if kind in ("UnsupportedOperatorException", "UnsupportedFakeTensorException"):
-        fail(
-            f"{func} cannot be run on fake tensors",
-            "Register a fake for it with torch.library.register_fake.",
-        )
+        message = f"{func} cannot be run on fake tensors"
+        fail(message, "Register a fake for it with torch.library.register_fake.")
     if "two devices" in str(error) or "two different devices" in str(error):
-        fail(
-            f"{func} is given tensors of two devices",
-            "Make new tensors where the others are: device=x.device.",
-        )
+        message = f"{func} is given tensors of two devices"
+        fail(message, "Make new tensors where the others are: device=x.device.")
     if isinstance(error, NotImplementedError):
         first = str(error).partition(". ")[0].partition("\n")[0]
         remedy = "Capture on a device that has it (--device fake or cuda:0), or use another operator."

@@ -8,6 +8,15 @@ A launch runs on a GPU, in the PTX interpreter on a CPU, and not at all on fake 
 an operator belong to it (`inside_operator`). Without a GPU, Triton compiles for `TARGET` and an autotuner
 takes its first configuration.
 
+A `CudaKernel` is a kernel of PTX or CUDA C++ that a program launches itself:
+
+    scale = tessera.CudaKernel(source, "scale")
+    scale[grid, block](y, x, 2.0, n)
+
+`source` is PTX, or CUDA C++ with `extern "C"` entries. Grid and block have one to three sizes. Arguments are
+tensors for pointers, numbers, or a list of tensors for a table of addresses. CPU launches run in the PTX
+interpreter; a capture records accesses proved from the code. Not handled: struct parameters and textures.
+
 Pointer tables are tensors of addresses. `read_table` replaces each entry by the tensor it points into, so a
 recorded launch names buffers, and each run writes a table with its own addresses.
 
@@ -16,15 +25,21 @@ Numba or ctypes.
 """
 
 import contextlib
+import ctypes
 import gc
 import inspect
 import re
+import shutil
+import subprocess
 import sys
+import tempfile
 import unittest.mock
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -36,8 +51,9 @@ from tessera.capture.operators import fail
 from tessera.capture.reads import reads_allowed
 from tessera.errors import CaptureError
 from tessera.ir import Kernel, Origin
-from tessera.kernels.launch import Grid, run_kernel
+from tessera.kernels.launch import Grid, run_kernel, three
 from tessera.kernels.ptx import FAR, tables_of
+from tessera_ptx import parse
 
 _REQNTID = re.compile(r"\.reqntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?")
 _PLAIN = (bool, int, float, str, type(None))
@@ -84,10 +100,8 @@ def _from_autotuner(tuner: Any, args: tuple[Any, ...]) -> OwnLaunch:
     compiled = launcher.__globals__.get("bin")
     result = next((r for r in tuner.compile_results if r.kernel is compiled), None)
     if result is None:
-        raise CaptureError(
-            f"Inductor keeps no compiled kernel of {tuner.fn.__name__} to take the PTX from",
-            "Switch its static launcher off (use_static_triton_launcher=False).",
-        )
+        message = f"Inductor keeps no compiled kernel of {tuner.fn.__name__} to take the PTX from"
+        raise CaptureError(message, "Switch its static launcher off (use_static_triton_launcher=False).")
     code = launcher.__code__
     names = [n for n in code.co_varnames[: code.co_argcount] if n != "stream"]
     values = dict(zip(names, args, strict=True))
@@ -106,8 +120,7 @@ def from_jit(
     bound = inspect.signature(function.fn).bind(*args, **mine)
     bound.apply_defaults()
     values = dict(bound.arguments)
-    sizes = grid({**kwargs, **values}) if callable(grid) else grid
-    sizes = (*sizes, 1, 1)[:3] if isinstance(sizes, tuple | list) else (sizes, 1, 1)
+    sizes = three(grid({**kwargs, **values}) if callable(grid) else grid)
     signature = {n: compiled.src.signature.get(n, "constexpr") for n in names}
     inside = {path[0]: v for path, v in compiled.src.constants.items() if len(path) == 1}
     constants = {
@@ -128,10 +141,8 @@ def _launch(
     metadata = compiled.metadata
     ptx = getattr(compiled, "asm", {}).get("ptx")
     if not ptx:
-        raise CaptureError(
-            f"Triton kernel {metadata.name} has no PTX",
-            "Switch Inductor's static launcher off and empty its cache.",
-        )
+        message = f"Triton kernel {metadata.name} has no PTX"
+        raise CaptureError(message, "Switch Inductor's static launcher off and empty its cache.")
     kernel = Kernel(
         metadata.name,
         Origin.TRITON,
@@ -147,7 +158,7 @@ def _launch(
     return OwnLaunch(
         kernel,
         tuple(values[n] for n in params),
-        (int(grid[0]), int(grid[1]), int(grid[2])),
+        three(grid),
         block_of(kernel),
         mutated=frozenset(i for i, n in enumerate(params) if n in mutated),
     )
@@ -254,10 +265,8 @@ def triton_anywhere() -> Iterator[None]:
         with reads_allowed(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             compiled = run_kernel(self, *args, grid=grid, warmup=True, **kwargs)
-        launch(
-            from_jit(self, compiled, args, kwargs, grid),
-            lambda: run_kernel(self, *args, grid=grid, warmup=False, **kwargs),
-        )
+        native = partial(run_kernel, self, *args, grid=grid, warmup=False, **kwargs)
+        launch(from_jit(self, compiled, args, kwargs, grid), native)
         return compiled
 
     def bench(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -294,13 +303,10 @@ def _unknown_refused() -> Iterator[None]:
     from torch.cuda import _utils
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
-        fail(
-            "a kernel of torch.cuda._compile_kernel is launched, whose code is not kept",
-            "Make it with tessera.CudaKernel(source, name).",
-        )
+        message = "a kernel of torch.cuda._compile_kernel is launched, whose code is not kept"
+        fail(message, "Make it with tessera.CudaKernel(source, name).")
 
-    unknown = getattr(_utils, "_CudaKernel", None)
-    with unittest.mock.patch.object(unknown, "__call__", refuse) if unknown else contextlib.nullcontext():
+    with unittest.mock.patch.object(_utils._CudaKernel, "__call__", refuse):
         yield
 
 
@@ -361,3 +367,130 @@ def _memory() -> list[tuple[int, int, torch.Tensor]]:
 
 def _with_subclasses(kind: type) -> set[type]:
     return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
+
+
+class CudaKernel:
+    """One entry of PTX or CUDA C++, launched as `kernel[grid, block]` with its arguments."""
+
+    def __init__(self, code: str, name: str, *, shared_bytes: int = 0, arch: int = TARGET) -> None:
+        self.name, self._shared_bytes = name, shared_bytes
+        self.ptx = code if ".entry" in code and ".version" in code else _compiled(code, arch)
+        self._types = _parameters(self.ptx, name)
+        self._kernels: dict[tuple[str, ...], Kernel] = {}
+
+    def __getitem__(self, shape: tuple[Any, Any]) -> Callable[..., None]:
+        if not isinstance(shape, tuple) or len(shape) != 2:
+            self()
+        return partial(self.launch, *map(_checked_sizes, shape))
+
+    def __call__(self, *args: Any) -> NoReturn:
+        message = f"kernel {self.name} needs a grid and a block"
+        raise CaptureError(message, "Write kernel[grid, block](...).")
+
+    def launch(self, grid: Grid, block: Grid, *args: Any) -> None:
+        if len(args) != len(self._types):
+            message = f"kernel {self.name} has {len(self._types)} parameters, {len(args)} arguments are given"
+            raise CaptureError(message, "Give one for each.")
+        values = tuple(map(self._checked, range(len(args)), args))
+        launch(OwnLaunch(self._kernel(values), values, grid, block))
+
+    def _checked(self, place: int, value: Any) -> Any:
+        kind = self._types[place]
+        if isinstance(value, torch.Tensor):
+            if not kind.endswith("64"):
+                message = f"argument {place} of kernel {self.name} is a tensor, the parameter is a {kind}"
+                raise CaptureError(message, "Pass a number.")
+            return value
+        if isinstance(value, list | tuple) and kind.endswith("64"):
+            strange = [type(item).__name__ for item in value if not isinstance(item, torch.Tensor | int)]
+            if strange:
+                message = f"the table in argument {place} of kernel {self.name} has a {strange[0]}"
+                raise CaptureError(message, "Make it a list of tensors and whole numbers.")
+            return tuple(value)
+        if not isinstance(value, bool | int | float):
+            message = f"argument {place} of kernel {self.name} is a {type(value).__name__}"
+            raise CaptureError(message, "Pass a tensor or a number.")
+        return float(value) if kind.startswith("f") else value
+
+    def _kernel(self, args: tuple[Any, ...]) -> Kernel:
+        types = tuple(map(_type_of, self._types, args))
+        if types not in self._kernels:
+            signature = tuple((f"p{i}", kind) for i, kind in enumerate(types))
+            self._kernels[types] = Kernel(
+                self.name, Origin.PTX, ptx=self.ptx, signature=signature, shared_bytes=self._shared_bytes
+            )
+        return self._kernels[types]
+
+
+def _checked_sizes(sizes: Any) -> Grid:
+    if min(three(sizes)) < 1 or (isinstance(sizes, tuple | list) and len(sizes) > 3):
+        raise CaptureError(f"grid and block must be 1 to 3 sizes, got {sizes}", "Use numbers of at least 1.")
+    return three(sizes)
+
+
+def _type_of(kind: str, value: Any) -> str:
+    """Triton's name of an argument's type."""
+    if isinstance(value, torch.Tensor):
+        return f"*{str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, tuple):
+        return "*int64"
+    width = kind[1:]
+    letter = "fp" if kind[0] == "f" or (kind[0] == "b" and isinstance(value, float)) else kind[0]
+    return f"{ {'s': 'i', 'b': 'i'}.get(letter, letter) }{width}"
+
+
+def _parameters(ptx: str, name: str) -> list[str]:
+    entries = {entry.name: entry.params for entry in parse(ptx, name).entries}
+    if name not in entries:
+        have = ", ".join(entries) or "none"
+        raise CaptureError(
+            f"the code has no entry '{name}'; it has: {have}", 'Declare it extern "C" __global__.', name
+        )
+    for param in entries[name]:
+        if param.is_array or not param.type[1:].isdigit():
+            message = f"parameter '{param.name}' is neither a pointer nor a number"
+            raise CaptureError(message, "Pass its parts one by one.", name)
+    return [param.type for param in entries[name]]
+
+
+def _compiled(source: str, arch: int) -> str:
+    if torch.version.cuda is not None and torch.cuda.is_available():
+        return _by_nvrtc(source, arch)
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        message = "CUDA C++ needs a compiler, and there is neither NVRTC nor nvcc"
+        raise CaptureError(message, "Install the CUDA toolkit, or pass PTX.")
+    with tempfile.TemporaryDirectory() as folder:
+        source_file, ptx_file = Path(folder) / "kernel.cu", Path(folder) / "kernel.ptx"
+        source_file.write_text(source, encoding="utf-8")
+        command = [nvcc, "-ptx", f"-arch=compute_{arch}", "-o", str(ptx_file), str(source_file)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode:
+            raise _uncompiled(result.stderr or result.stdout)
+        return ptx_file.read_text(encoding="utf-8")
+
+
+def _by_nvrtc(source: str, arch: int) -> str:
+    compiler = ctypes.CDLL(f"libnvrtc.so.{(torch.version.cuda or '').partition('.')[0]}")
+    program = ctypes.c_void_p()
+    compiler.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None)
+    options = (ctypes.c_char_p * 1)(f"--gpu-architecture=compute_{arch}".encode())
+    failed = compiler.nvrtcCompileProgram(program, 1, options)
+    text = _text_of(compiler, program, "ProgramLog" if failed else "PTX")
+    compiler.nvrtcDestroyProgram(ctypes.byref(program))
+    if failed:
+        raise _uncompiled(text)
+    return text
+
+
+def _text_of(compiler: Any, program: ctypes.c_void_p, what: str) -> str:
+    size = ctypes.c_size_t()
+    getattr(compiler, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+    text = ctypes.create_string_buffer(size.value)
+    getattr(compiler, f"nvrtcGet{what}")(program, text)
+    return text.value.decode()
+
+
+def _uncompiled(said: str) -> CaptureError:
+    first = next((line for line in said.splitlines() if "error" in line), said.strip()[:200])
+    return CaptureError(f"the kernel could not be compiled: {first.strip()}", "Fix the source.")

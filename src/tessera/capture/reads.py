@@ -154,7 +154,6 @@ def _asking(varies: Varies | None) -> Iterator[None]:
 
 
 def _exchange(way: _Way) -> Callable[[], None]:
-    attribute = vars(way.owner).get(way.name)
     held = getattr(way.owner, way.name)
     original: Any = held.fget if isinstance(held, property) else held
 
@@ -164,10 +163,9 @@ def _exchange(way: _Way) -> Callable[[], None]:
             way.refuse()
         return original(*args, **kwargs)
 
-    setattr(way.owner, way.name, property(ask) if isinstance(held, property) else ask)
-    if attribute is None:
-        return lambda: delattr(way.owner, way.name)
-    return lambda: setattr(way.owner, way.name, attribute)
+    exchanged = patch.object(way.owner, way.name, property(ask) if isinstance(held, property) else ask)
+    exchanged.start()
+    return exchanged.stop
 
 
 @contextmanager
@@ -199,7 +197,5 @@ def _see_call(frame: FrameType, event: str, called: Any) -> None:
     if called is _TO_DLPACK:
         _Way(torch, "to_dlpack", ADDRESS).refuse()
     if called in _CLOCKS:
-        fail(
-            f"{called.__qualname__}() returns a different value in every call",
-            "Call it outside of the step and pass the value as a tensor.",
-        )
+        message = f"{called.__qualname__}() returns a different value in every call"
+        fail(message, "Call it outside of the step and pass the value as a tensor.")

@@ -5,23 +5,23 @@ be equal: a number that differs was read unseen or is kept in Python (see `reads
 call only sets up, the second and third must agree. Built-in models on fake tensors are recorded once.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tessera.capture import fake
-from tessera.capture.fake import Run, uncollected
+from tessera.capture.fake import uncollected
 from tessera.capture.function import workload as workload_of
 from tessera.capture.holders import Before, python_state, refuse_change
 from tessera.capture.models import another, build, known_models
 from tessera.capture.operators import fail, insisting
 from tessera.capture.own import own_launches
 from tessera.capture.reads import calls_refused, reads_refused
-from tessera.capture.recorder import Recorder, Scopes, call_operator
+from tessera.capture.recorder import Recorder, Scopes
 from tessera.capture.rng import entered, seeded_state, without_generators
 from tessera.capture.workload import UNFIT, Tensors, Workload, on_device
 from tessera.errors import CaptureError, UnknownName
@@ -39,7 +39,7 @@ VARYING = frozenset({BufferKind.INPUT, BufferKind.STATE})
 def record(workload: Workload, varying: frozenset[BufferKind] = VARYING) -> Trace:
     """`varying`: kinds of buffer that the program must not read on the host."""
     devices = {str(t.device) for t in workload.make_inputs(0).values()} or {"cpu"}
-    return _record_on(max(devices), workload, varying)
+    return Recordings(workload, max(devices), varying).agreed()
 
 
 def record_step(step: Step, device: str = "cpu", is_compared: bool = False) -> Trace:
@@ -47,76 +47,93 @@ def record_step(step: Step, device: str = "cpu", is_compared: bool = False) -> T
     check_device(device)
     if device == "cpu":
         return record(build(step))
-    with _machine(device) as run:
+    with _machine(device):
         with torch.device("cuda" if device == "fake" else device):
             workload = build(step)
         if device == "fake":
-            return _record_fake(workload, run, is_compared)
-        return _record_on(device, on_device(workload, device))
+            return _record_fake(workload, is_compared)
+        return Recordings(on_device(workload, device), device).agreed()
 
 
 def record_sizes(steps: Sequence[Step], advance: Callable[[int], None] = lambda num: None) -> list[Trace]:
     """`advance` gets the number of recorded steps."""
     traces: list[Trace] = []
-    with _machine("fake") as run:
+    with _machine("fake"):
         with torch.device("cuda"):
             first = build(steps[0])
         for step in steps:
             advance(len(traces))
-            traces.append(_record_fake(another(first, step), run, is_compared=bool(traces)))
+            traces.append(_record_fake(another(first, step), is_compared=bool(traces)))
     return traces
 
 
-def _record_fake(workload: Workload, run: Run, is_compared: bool) -> Trace:
-    def once(seed: int) -> Recorded:
-        inputs, state = workload.make_inputs(0), workload.make_state(0)
-        return _record(workload, fake.on_device(inputs), fake.on_device(state), "fake", run, seed=seed)
-
+def _record_fake(workload: Workload, is_compared: bool) -> Trace:
+    recordings = Recordings(workload, "fake")
     is_once = is_compared or workload.step.model in known_models()
-    return once(0)[0] if is_once else _agreed(workload, once)
+    return recordings.once(0)[0] if is_once else recordings.agreed()
 
 
-def _record_on(device: str, workload: Workload, varying: frozenset[BufferKind] = VARYING) -> Trace:
-    """A GPU starts with mild values: an index out of range ends the process."""
-    kinds = (False, True) if device == "cpu" else (True,)
+@dataclass(frozen=True)
+class Recordings:
+    """Recordings of a workload on one device, with values that differ by seed."""
 
-    def call(seed: int, is_mild: bool) -> Recorded:
-        inputs, state = workload.request(seed, is_mild)
-        return _record(workload, inputs, state, device, varying=varying, seed=seed)
+    workload: Workload
+    device: str = "cpu"
+    varying: frozenset[BufferKind] = VARYING
 
-    def once(seed: int) -> Recorded:
-        for is_mild in kinds if seed else ():
+    def agreed(self) -> Trace:
+        """Refuses a step that changes between calls."""
+        first, _ = self.once(0)
+        held = python_state(*self.workload.roots)
+        held.refuse_shared(self.workload.changing())
+        kept = Before(held.values)
+        second, _ = self.once(1)
+        changed = kept.changed()
+        if changed is None and first == second:
+            return first
+        kept = Before(held.values)
+        third, places = self.once(2)
+        changed = kept.changed()
+        if changed is not None:
+            refuse_change(changed, lambda: self.once(3))
+        differs = first_difference(second, third)
+        if differs is not None:
+            launch, what = differs
+            message = f"{what}: it depends on values read on the host, or on what the program keeps in Python"
+            remedy = "Compute it with torch's operators, or pass it as an argument."
+            fail(message, remedy, places[min(launch, len(places) - 1)] if places else "")
+        return second
+
+    def once(self, seed: int) -> Recorded:
+        """A GPU starts with mild values: an index out of range ends the process."""
+        if self.device == "fake":
+            inputs, state = map(fake.on_device, self.workload.request(0))
+            return self.record(inputs, state, seed)
+        for is_mild in ((False, True) if self.device == "cpu" else (True,)) if seed else ():
             with suppress(*UNFIT):
-                return call(seed, is_mild)
-        return call(0, True)
+                return self.record(*self.workload.request(seed, is_mild), seed)
+        return self.record(*self.workload.request(0))
 
-    return _agreed(workload, once)
-
-
-def _agreed(workload: Workload, once: Callable[[int], Recorded]) -> Trace:
-    """Refuses a step that changes between calls."""
-    first, _ = once(0)
-    held = python_state(*workload.roots)
-    held.refuse_shared(workload.changing())
-    kept = Before(held.values)
-    second, _ = once(1)
-    changed = kept.changed()
-    if changed is None and first == second:
-        return first
-    kept = Before(held.values)
-    third, places = once(2)
-    changed = kept.changed()
-    if changed is not None:
-        refuse_change(changed, lambda: once(3))
-    differs = first_difference(second, third)
-    if differs is not None:
-        launch, what = differs
-        fail(
-            f"{what}: it depends on values read on the host, or on what the program keeps in Python",
-            "Compute it with torch's operators, or pass it as an argument.",
-            places[min(launch, len(places) - 1)] if places else "",
-        )
-    return second
+    def record(self, inputs: Tensors, state: Tensors, seed: int = 0) -> Recorded:
+        workload = self.workload
+        with Scopes(workload.module) as scopes, entered(_generators(state, self.device, seed)):
+            recorder = Recorder(scopes, self.device, self.varying)
+            recorder.name_buffers(BufferKind.WEIGHT, workload.weights())
+            recorder.name_buffers(BufferKind.INPUT, inputs)
+            recorder.name_buffers(BufferKind.STATE, state)
+            with (
+                torch.no_grad(),
+                uncollected(),
+                insisting(),
+                own_launches(recorder.own_launch),
+                reads_refused(recorder.varies),
+                recorder,
+                calls_refused() if seed else nullcontext(),  # slow, so only on the second look
+            ):
+                outputs = workload.call(inputs, without_generators(state))
+            trace = recorder.trace(workload.step, outputs)
+        verify(trace)
+        return trace, recorder.places
 
 
 def check_device(device: str) -> None:
@@ -132,14 +149,8 @@ def check_device(device: str) -> None:
         raise CaptureError(f"{device} is not there: this machine has {have}", remedy, "--device")
 
 
-@contextmanager
-def _machine(device: str) -> Iterator[Run]:
-    if device == "fake":
-        with fake.machine() as run:
-            yield run
-    else:
-        with sdpa_kernel(PORTABLE):
-            yield call_operator
+def _machine(device: str) -> AbstractContextManager[None]:
+    return fake.machine() if device == "fake" else sdpa_kernel(PORTABLE)
 
 
 def _generators(state: Tensors, device: str, seed: int) -> dict[str, torch.Tensor]:
@@ -149,35 +160,6 @@ def _generators(state: Tensors, device: str, seed: int) -> dict[str, torch.Tenso
     if device.startswith("cuda:"):
         names.append(f"{GENERATOR}{device}")
     return {n: state[n].clone() if n in state else seeded_state(n, seed) for n in names}
-
-
-def _record(
-    workload: Workload,
-    inputs: Tensors,
-    state: Tensors,
-    device: str,
-    run: Run = call_operator,
-    varying: frozenset[BufferKind] = VARYING,
-    seed: int = 0,
-) -> Recorded:
-    with Scopes(workload.module) as scopes, entered(_generators(state, device, seed)):
-        recorder = Recorder(scopes, run, device, varying)
-        recorder.name_buffers(BufferKind.WEIGHT, workload.weights())
-        recorder.name_buffers(BufferKind.INPUT, inputs)
-        recorder.name_buffers(BufferKind.STATE, state)
-        with (
-            torch.no_grad(),
-            uncollected(),
-            insisting(),
-            own_launches(recorder.own_launch),
-            reads_refused(recorder.varies),
-            recorder,
-            calls_refused() if seed else nullcontext(),  # slow, so only on the second look
-        ):
-            outputs = workload.call(inputs, without_generators(state))
-        trace = recorder.trace(workload.step, outputs)
-    verify(trace)
-    return trace, recorder.places
 
 
 def first_difference(one: Trace, other: Trace) -> tuple[int, str] | None:

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tessera.capture import operators
 from tessera.capture.blocks import raw
-from tessera.capture.fake import Run, run_fake
+from tessera.capture.fake import run_fake
 from tessera.capture.operators import Recorded, Results, fail
 from tessera.capture.own import OwnLaunch, inside_operator, tensors_in, unchanged
 from tessera.capture.reads import reads_refused
@@ -38,13 +38,7 @@ from tessera.kernels.ptx import triton_accesses
 
 # Operators whose result from a constant is the same constant, elsewhere.
 CARRIERS = frozenset({"aten::lift_fresh", "aten::_to_copy"})
-UNRECORDABLE = (
-    RuntimeError,
-    fake_tensor.DataDependentOutputException,
-    fake_tensor.DynamicOutputShapeException,
-    fake_tensor.UnsupportedFakeTensorException,
-    fake_tensor.UnsupportedOperatorException,
-)
+AS_LIST = "Pass a list of the tensors as the table."
 
 
 class Ledger:
@@ -74,10 +68,8 @@ class Ledger:
         first = len(self.buffers)
         for name, tensor in tensors.items():
             if self.find(tensor) is not None:
-                raise CaptureError(
-                    f"{kind} '{name}' shares its memory with another tensor passed to the step",
-                    "Give each its own memory with .clone().",
-                )
+                message = f"{kind} '{name}' shares its memory with another tensor passed to the step"
+                raise CaptureError(message, "Give each its own memory with .clone().")
             self._fill(self._add(tensor, Buffer(name, kind, tensor.untyped_storage().nbytes())))
         return range(first, len(self.buffers))
 
@@ -87,10 +79,8 @@ class Ledger:
             return
         size = tensor.untyped_storage().nbytes()
         if size > operators.MAX_CONSTANT_BYTES:
-            fail(
-                f"a tensor of {size} bytes is neither weight, input nor state",
-                "Register it on its module with register_buffer.",
-            )
+            message = f"a tensor of {size} bytes is neither weight, input nor state"
+            fail(message, "Register it on its module with register_buffer.")
         name = f"constant.{len(self.buffers)}"
         self._fill(self._add(tensor, Buffer(name, BufferKind.WEIGHT, size, operators.contents(tensor))))
 
@@ -249,37 +239,56 @@ class HostRead(ValueError):
     pass
 
 
-class NoReads(TorchDispatchMode):
-    """Host reads of tensors are errors."""
+class OperatorMode(TorchDispatchMode):
+    """`operate` gets every operator that may compute; wrapped tensors are seen from the inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.prim.device.default:  # fake tensor metadata; very frequent
+            return args[0].fake_device
+        if func.namespace in ("prim", "profiler"):  # an optimiser marks its steps
+            return func(*args, **kwargs or {})
+        if operators.has_wrappers(types):
+            return NotImplemented
+        return self.operate(func, args, kwargs or {})
+
+    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+class NoReads(OperatorMode):
+    """Host reads of tensors are errors."""
+
+    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             raise HostRead(f"{operators.program_line()} reads a tensor's value on the host")
         is_fake = any(isinstance(a, fake_tensor.FakeTensor) or getattr(a, "is_meta", False) for a in args)
-        return (run_fake if is_fake else call_operator)(func, args, kwargs or {})
+        return (run_fake if is_fake else call_operator)(func, args, kwargs)
 
 
-def run_operator(run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_operator(run: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         with inside_operator():
             return run(func, args, kwargs)
-    except UNRECORDABLE as error:
+    except RuntimeError as error:
         operators.explain(func, error)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(OperatorMode):
     def __init__(
         self,
         scopes: Scopes,
-        run: Run = call_operator,
         recorded_on: str = "cpu",
         varying: frozenset[BufferKind] = frozenset({BufferKind.INPUT, BufferKind.STATE}),
     ) -> None:
         """`varying`: kinds of buffer whose values differ between calls."""
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._scopes, self._run, self._ledger = scopes, run, Ledger(recorded_on)
+        super().__init__()
+        self._scopes, self._ledger = scopes, Ledger(recorded_on)
+        self._run = run_fake if recorded_on == "fake" else call_operator
         self._draws = Draws(recorded_on == "fake")
         self._num_views = 0
         self._aliases: Counter[str] = Counter()
@@ -315,16 +324,7 @@ class Recorder(TorchDispatchMode):
         computed = {b for b in self._varying if self._ledger.buffers[b].kind is BufferKind.TEMPORARY}
         keep_apart({key: held for key, (held, b) in self._ledger.storages.items() if b in computed})
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:  # fake tensor metadata; very frequent
-            return args[0].fake_device
-        if func.namespace == "profiler":  # optimiser step marks compute nothing
-            return func(*args, **kwargs)
-        if operators.has_wrappers(types):  # recorded from the inside
-            return NotImplemented
+    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = _tensors((args, kwargs))
         if not func.is_view and any(map(operators.is_lazy, inputs)):
             operators.check_written(func, args, kwargs)
@@ -354,9 +354,9 @@ class Recorder(TorchDispatchMode):
     def _resolved(self, tensor: torch.Tensor) -> Any:
         """A launch on bytes that makes the values which a flag stands for."""
         if tensor.is_neg():
-            return self.__torch_dispatch__(torch.ops.aten.neg.default, (), (torch._neg_view(tensor),))
+            return self.operate(torch.ops.aten.neg.default, (torch._neg_view(tensor),), {})
         if tensor.is_conj():
-            return self.__torch_dispatch__(torch.ops.aten._conj_physical.default, (), (torch._conj(tensor),))
+            return self.operate(torch.ops.aten._conj_physical.default, (torch._conj(tensor),), {})
         return tensor
 
     def _execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorded: Recorded) -> Any:
@@ -388,14 +388,12 @@ class Recorder(TorchDispatchMode):
                 continue  # unreadable
             what = f"the table of addresses in argument {place} of kernel {seen.kernel.name}"
             if self.varies(table):
-                fail(f"{what} depends on the request", "Pass a list of the tensors as the table.")
+                fail(f"{what} depends on the request", AS_LIST)
             for tensor in tensors_in(seen.args[place]):
                 buffer = self._ledger.find(tensor)
                 kind = BufferKind.WEIGHT if buffer is None else self._ledger.buffers[buffer].kind
                 if kind not in (BufferKind.WEIGHT, BufferKind.STATE):
-                    fail(
-                        f"{what} leads to a tensor of one request", "Pass a list of the tensors as the table."
-                    )
+                    fail(f"{what} leads to a tensor of one request", AS_LIST)
 
     def _is_weight(self, tensor: torch.Tensor) -> bool:
         return self._ledger.buffers[self._ledger.index(tensor)].kind is BufferKind.WEIGHT
@@ -417,10 +415,8 @@ class Recorder(TorchDispatchMode):
         storage = tensor.untyped_storage()
         is_new = self._ledger.find(tensor) is None
         if is_new and storage._cdata in _earlier and not _earlier[storage._cdata].expired():
-            fail(
-                "the step uses a tensor left by an earlier call",
-                "Pass it as an argument, or keep it in a buffer that is changed in place.",
-            )
+            message = "the step uses a tensor left by an earlier call"
+            fail(message, "Pass it as an argument, or keep it in a buffer that is changed in place.")
         if is_new:
             self._ledger.declare_constant(tensor)
         return self._ledger.view(tensor)

@@ -33,9 +33,8 @@ def generator_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         return ""
     if argument_of(func, "generator", args, kwargs) is not None:
         fail(f"{func} draws from a generator of its own", "Draw from the default one: torch.manual_seed.")
-    device = kwargs.get("device") or next(
-        (v.device for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)), torch.device("cpu")
-    )
+    devices = (v.device for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor))
+    device = kwargs.get("device") or next(devices, torch.device("cpu"))
     return f"{GENERATOR}{device.type}" + (f":{device.index or 0}" if device.type != "cpu" else "")
 
 

@@ -22,6 +22,8 @@ from tessera.capture.rng import entered, seeded_state, without_generators
 from tessera.ir import Step, Trace
 
 Tensors = Mapping[str, torch.Tensor]
+# Inputs and state of one request.
+Values = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
 # Errors of a program given unsuitable values, or called in an unknown way.
 UNFIT = (
     ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
@@ -62,7 +64,7 @@ class Workload:
     def changing(self) -> dict[str, torch.Tensor]:
         return {}
 
-    def request(self, seed: int, is_mild: bool = False) -> tuple[dict[str, torch.Tensor], ...]:
+    def request(self, seed: int, is_mild: bool = False) -> Values:
         inputs, state = self.make_inputs(seed), self.make_state(seed)
         if seed and self.gives_example:
             return self.fresh(inputs, seed, is_mild), self.fresh(state, seed + 1, is_mild)
@@ -70,9 +72,8 @@ class Workload:
 
     @property
     def gives_example(self) -> bool:
-        first, other = (
-            self.make_inputs(seed) or without_generators(self.make_state(seed)) for seed in (0, 1)
-        )
+        values = (self.make_inputs(seed) or without_generators(self.make_state(seed)) for seed in (0, 1))
+        first, other = values
         return all(torch.equal(first[name], other[name]) for name in first)
 
     def fresh(self, tensors: Tensors, seed: int, is_mild: bool) -> dict[str, torch.Tensor]:

@@ -5,20 +5,15 @@ Import the module of an operator (`MODULES`) before running a trace that has it.
 
 from collections.abc import Sequence
 
-MODULES = {
-    "paged_attention": "tessera.kernels.paged",
-    "choose": "tessera.kernels.choose",
-    "packed_linear": "tessera.kernels.packed",
-    "packed_grouped": "tessera.kernels.packed",
-    "packed_part": "tessera.kernels.packed",
-    "lora": "tessera.kernels.lora",
-    "grouped_part": "tessera.kernels.grouped",
-    "grouped_join": "tessera.kernels.grouped",
-    "causal_conv": "tessera.kernels.recurrent",
-    "ssd_scan": "tessera.kernels.recurrent",
-    "selective_scan": "tessera.kernels.recurrent",
-    "delta_scan": "tessera.kernels.recurrent",
+_OPERATORS = {
+    "paged": ("paged_attention",),
+    "choose": ("choose",),
+    "packing": ("packed_linear", "packed_grouped", "packed_part"),
+    "lora": ("lora",),
+    "grouped": ("grouped_part", "grouped_join"),
+    "recurrent": ("causal_conv", "ssd_scan", "selective_scan", "delta_scan"),
 }
+MODULES = {name: f"tessera.kernels.{module}" for module, names in _OPERATORS.items() for name in names}
 # Part of a mixture -> index of its offsets; the first expert and the share follow.
 PARTS = {"tessera.grouped_part.default": 2, "tessera.packed_part.default": 4}
 

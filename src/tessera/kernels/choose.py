@@ -49,17 +49,11 @@ def results(logits: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tenso
     )
 
 
-def _on_cpu(
-    logits: torch.Tensor,
-    last: torch.Tensor,
-    settings: torch.Tensor,
-    numbers: torch.Tensor,
-    edits: torch.Tensor,
-    masks: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _on_cpu(call: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits, settings, numbers = call.logits, call.settings, call.numbers
     tokens, logprobs, top = (t.zero_() for t in results(logits))
-    most, chosen = logits.max(-1)
-    tokens.copy_(torch.where(most.isfinite(), chosen, -1))
+    most, likeliest = logits.max(-1)
+    tokens.copy_(torch.where(most.isfinite(), likeliest, -1))
     is_plain = (settings[:, Setting.SHARPNESS] == 0) & (numbers[:, Number.EDITS_BEGIN :] == 0).all(1)
     rows: list[int] = (~is_plain).nonzero()[:, 0].tolist()
     listed = list(zip(rows, numbers[rows].tolist(), settings[rows].tolist(), strict=True))
@@ -68,7 +62,7 @@ def _on_cpu(
     for row, number, setting in listed:
         edited = logits[row].float()
         if any(number[Number.EDITS_BEGIN : Number.FORCED]):
-            edited = _edited(edited, int(last[row]), setting, number, edits, masks)
+            edited = _edited(edited, int(call.last[row]), setting, number, call.edits, call.masks)
             peaks[row], tokens[row] = edited.max(-1).values.item(), edited.argmax(-1)
         if not math.isfinite(peaks[row]):
             tokens[row] = -1
@@ -160,11 +154,8 @@ def _exponential(tokens: torch.Tensor, seeds: torch.Tensor, positions: torch.Ten
     small = np.full_like(draw, 1.0 / 6.0)
     for term in (5.0, 4.0, 3.0, 2.0, 1.0):
         small = draw * small + 1.0 / term
-    return torch.where(
-        torch.from_numpy(draw < SMALL_DRAW),
-        torch.from_numpy(draw * small),
-        -torch.from_numpy(1.0 - draw).log(),
-    )
+    is_small, small, large = map(torch.from_numpy, (draw < SMALL_DRAW, draw * small, 1.0 - draw))
+    return torch.where(is_small, small, -large.log())
 
 
 def philox(counter: torch.Tensor, position: torch.Tensor, seed: torch.Tensor) -> npt.NDArray[np.int64]:

@@ -18,7 +18,7 @@ import triton.language as tl
 from tessera.kernels.choice import MAX_TOP, OUT_OF_REACH, SMALL_DRAW, Number, Setting
 from tessera.kernels.choose import results
 from tessera.kernels.launch import overlaps
-from tessera.kernels.overlap_triton import launch_next, wait_previous
+from tessera.kernels.overlap_triton import overlap
 
 _MAX_BLOCK, _MAX_WARPS = 4096, 16
 # Programs that keep a large card busy.
@@ -69,8 +69,8 @@ def choose(
     sizes = {"VOCAB": vocab, "LOGITS_ROW": logits.stride(0), "BLOCK": block, "SPAN": span}
     sizes["SEGMENTS"] = segments
     sizes["SEGMENTS_PAD"] = triton.next_power_of_2(segments)
-    overlap = overlaps(logits.device)
-    sizes |= {"OVERLAPS": overlap, "launch_pdl": overlap}
+    does_overlap = overlaps(logits.device)
+    sizes |= {"OVERLAPS": does_overlap, "launch_pdl": does_overlap}
     warps = {"num_warps": min(_MAX_WARPS, max(4, block // 256))}
     choose_largest[rows, segments](
         logits, last, settings, numbers, edits, masks, scratch, bests, places, WORDS=masks.shape[1], **sizes,
@@ -95,8 +95,7 @@ def choose_largest(
     VOCAB: tl.constexpr, LOGITS_ROW: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
     SEGMENTS: tl.constexpr, SEGMENTS_PAD: tl.constexpr, WORDS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    launch_next(OVERLAPS)
-    wait_previous(OVERLAPS)
+    overlap(OVERLAPS)
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits += row * LOGITS_ROW
     scratch += row * VOCAB
@@ -191,6 +190,12 @@ def _load(logits, scratch, is_edited, token, VOCAB: tl.constexpr):
 
 
 @triton.jit
+def _scaled(row, token, VOCAB: tl.constexpr):
+    logits, scratch, is_edited, most, sharpness = row
+    return (_load(logits, scratch, is_edited, token, VOCAB) - most) * sharpness
+
+
+@triton.jit
 def _base(settings):
     min_p = tl.load(settings + _MIN_P)
     return tl.maximum(tl.where(min_p > 0, tl.log(min_p), _OUT_OF_REACH), _OUT_OF_REACH)
@@ -202,16 +207,12 @@ def choose_narrow(
     VOCAB: tl.constexpr, LOGITS_ROW: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
     SEGMENTS: tl.constexpr, SEGMENTS_PAD: tl.constexpr, ROUND: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    launch_next(OVERLAPS)
-    wait_previous(OVERLAPS)
+    overlap(OVERLAPS)
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     settings += row * _NUM_SETTINGS
     numbers += row * _NUM_NUMBERS
-    sharpness, top_p, top_k = (
-        tl.load(settings + _SHARPNESS),
-        tl.load(settings + _TOP_P),
-        _top_k(numbers, VOCAB),
-    )
+    sharpness, top_p = tl.load(settings + _SHARPNESS), tl.load(settings + _TOP_P)
+    top_k = _top_k(numbers, VOCAB)
     most = _most(bests + row * SEGMENTS, SEGMENTS, SEGMENTS_PAD)
     if (sharpness > 0) & ((top_k > 0) | (top_p < 1)) & _is_finite(most):
         low, high, wanted = _base(settings), _ABOVE_ALL + most * 0.0, top_k.to(tl.float32)
@@ -233,13 +234,10 @@ def choose_narrow(
             tl.store(bounds + _SLOTS, high)
             tl.store(bounds + _SLOTS + 1, wanted)
         least, lower = tl.zeros([BLOCK], tl.float32), tl.full([BLOCK], _LEAST, tl.float32)
-        nothing = tl.zeros([BLOCK], tl.float32)
-        totals_here = (nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
-        is_edited = _is_edited(numbers)
+        totals_here = (tl.zeros([BLOCK], tl.float32),) * _SLOTS
+        edited = (logits + row * LOGITS_ROW, scratch + row * VOCAB, _is_edited(numbers), most, sharpness)
         for number in range(SPAN):
-            token = (segment * SPAN + number) * BLOCK + tl.arange(0, BLOCK)
-            value = _load(logits + row * LOGITS_ROW, scratch + row * VOCAB, is_edited, token, VOCAB)
-            scaled = (value - most) * sharpness
+            scaled = _scaled(edited, (segment * SPAN + number) * BLOCK + tl.arange(0, BLOCK), VOCAB)
             weight = tl.where(top_k > 0, 1.0, tl.exp(scaled))
             totals_here = _added(totals_here, scaled, weight, pivots)
             least = tl.minimum(least, tl.where(scaled >= low, scaled, 0.0))
@@ -253,16 +251,10 @@ def choose_narrow(
 
 @triton.jit
 def _added(totals, scaled, weight, pivots):
-    a, b, c, d, e, f, g, h = totals
-    a += tl.where(scaled >= _item(pivots, 0), weight, 0.0)
-    b += tl.where(scaled >= _item(pivots, 1), weight, 0.0)
-    c += tl.where(scaled >= _item(pivots, 2), weight, 0.0)
-    d += tl.where(scaled >= _item(pivots, 3), weight, 0.0)
-    e += tl.where(scaled >= _item(pivots, 4), weight, 0.0)
-    f += tl.where(scaled >= _item(pivots, 5), weight, 0.0)
-    g += tl.where(scaled >= _item(pivots, 6), weight, 0.0)
-    h += tl.where(scaled >= _item(pivots, 7), weight, 0.0)
-    return a, b, c, d, e, f, g, h
+    added = ()
+    for place in tl.static_range(_SLOTS):
+        added = added + (totals[place] + tl.where(scaled >= _item(pivots, place), weight, 0.0),)  # type: ignore[assignment]  # noqa: RUF005
+    return added
 
 
 @triton.jit
@@ -289,22 +281,18 @@ def choose_limit(
     SEGMENTS: tl.constexpr, SEGMENTS_PAD: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """`sums` are the first, `bounds` the last."""
-    launch_next(OVERLAPS)
-    wait_previous(OVERLAPS)
+    overlap(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     settings += row * _NUM_SETTINGS
     numbers += row * _NUM_NUMBERS
     logits += row * LOGITS_ROW
     scratch += row * VOCAB
-    sharpness, top_p, top_k = (
-        tl.load(settings + _SHARPNESS),
-        tl.load(settings + _TOP_P),
-        _top_k(numbers, VOCAB),
-    )
+    sharpness, top_p = tl.load(settings + _SHARPNESS), tl.load(settings + _TOP_P)
+    top_k = _top_k(numbers, VOCAB)
     most = _most(bests + row * SEGMENTS, SEGMENTS, SEGMENTS_PAD)
     limit = _base(settings)
     if (sharpness > 0) & ((top_k > 0) | (top_p < 1)) & _is_finite(most):
-        is_edited = _is_edited(numbers)
+        edited = (logits, scratch, _is_edited(numbers), most, sharpness)
         totals = _totals(sums + row * SEGMENTS * _SLOTS, SEGMENTS, SEGMENTS_PAD)
         total = tl.sum(tl.where(tl.arange(0, _SLOTS) == 0, totals, 0.0), 0)
         if (top_k == 0) | (total > top_k):
@@ -313,32 +301,20 @@ def choose_limit(
             low = tl.min(tl.load(lows + row * SEGMENTS + segment, mask=is_segment, other=0.0), 0)
             high = tl.max(tl.load(highs + row * SEGMENTS + segment, mask=is_segment, other=_LEAST), 0)
             wanted = tl.load(bounds + row * _BOUNDS + _SLOTS + 1)
-            limit = _bisect(
-                logits, scratch, is_edited, most, sharpness, low, high, wanted, top_k > 0, VOCAB, BLOCK
-            )
+            limit = _bisect(edited, low, high, wanted, top_k > 0, VOCAB, BLOCK)
         if (top_k > 0) & (top_p < 1):
-            kept, least, _ = _above(
-                logits, scratch, is_edited, most, sharpness, limit, limit, False, VOCAB, BLOCK
-            )
-            limit = _bisect(
-                logits, scratch, is_edited, most, sharpness, least, least * 0.0, top_p * kept, False, VOCAB,
-                BLOCK,
-            )  # fmt: skip
+            kept, least, _ = _above(edited, limit, limit, False, VOCAB, BLOCK)
+            limit = _bisect(edited, least, least * 0.0, top_p * kept, False, VOCAB, BLOCK)
     tl.store(limits + row, limit)
 
 
 @triton.jit
-def _bisect(
-    logits, scratch, is_edited, most, sharpness, low, high, wanted, is_count, VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+def _bisect(row, low, high, wanted, is_count, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """The largest scaled logit from which on tokens have the wanted weight."""
     while low < high:
         middle = low + (high - low) * 0.5
         middle = tl.where(middle > low, middle, high)
-        kept, least, next_lower = _above(
-            logits, scratch, is_edited, most, sharpness, middle, low, is_count, VOCAB, BLOCK
-        )
+        kept, least, next_lower = _above(row, middle, low, is_count, VOCAB, BLOCK)
         is_enough = kept >= wanted
         low = tl.where(is_enough, least, low)
         high = tl.where(is_enough, high, next_lower)
@@ -346,24 +322,12 @@ def _bisect(
 
 
 @triton.jit
-def _above(
-    logits,
-    scratch,
-    is_edited,
-    most,
-    sharpness,
-    limit,
-    low,
-    is_count,
-    VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _above(row, limit, low, is_count, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """Weight of the tokens from `limit` on, the least of them, and the largest from `low` to it."""
     total, least = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     lower = tl.full([BLOCK], _LEAST, tl.float32)
     for start in range(0, VOCAB, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        scaled = (_load(logits, scratch, is_edited, token, VOCAB) - most) * sharpness
+        scaled = _scaled(row, start + tl.arange(0, BLOCK), VOCAB)
         is_kept = scaled >= limit
         total += tl.where(is_kept, tl.where(is_count, 1.0, tl.exp(scaled)), 0.0)
         least = tl.minimum(least, tl.where(is_kept, scaled, 0.0))
@@ -377,8 +341,7 @@ def choose_race(
     VOCAB: tl.constexpr, LOGITS_ROW: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
     SEGMENTS: tl.constexpr, SEGMENTS_PAD: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    launch_next(OVERLAPS)
-    wait_previous(OVERLAPS)
+    overlap(OVERLAPS)
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     settings += row * _NUM_SETTINGS
     numbers += row * _NUM_NUMBERS
@@ -388,15 +351,14 @@ def choose_race(
         QUARTER: tl.constexpr = BLOCK // 4
         best, place = tl.full([QUARTER], _LEAST, tl.float32), tl.full([QUARTER], VOCAB, tl.int32)
         if (tl.load(bests + row * SEGMENTS + segment) - most) * sharpness >= limit:
-            is_edited = _is_edited(numbers)
+            edited = (logits + row * LOGITS_ROW, scratch + row * VOCAB, _is_edited(numbers), most, sharpness)
             seed, position = tl.load(numbers + _SEED), tl.load(numbers + _POSITION).to(tl.int32)
             for number in range(SPAN):
                 quad = (segment * SPAN + number) * QUARTER + tl.arange(0, QUARTER)
                 words = tl.philox(seed, quad, quad * 0 + position, quad * 0, quad * 0)
                 for lane in tl.static_range(4):
                     token = 4 * quad + lane
-                    value = _load(logits + row * LOGITS_ROW, scratch + row * VOCAB, is_edited, token, VOCAB)
-                    scaled = (value - most) * sharpness
+                    scaled = _scaled(edited, token, VOCAB)
                     score = scaled - tl.log(_exponential(words[lane]))
                     is_new = (scaled >= limit) & ((score > best) | ((score == best) & (token < place)))
                     best, place = tl.where(is_new, score, best), tl.where(is_new, token, place)
@@ -411,8 +373,7 @@ def choose_token(
     VOCAB: tl.constexpr, LOGITS_ROW: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
     SEGMENTS: tl.constexpr, SEGMENTS_PAD: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    launch_next(OVERLAPS)
-    wait_previous(OVERLAPS)
+    overlap(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     logits += row * LOGITS_ROW
     numbers += row * _NUM_NUMBERS

@@ -8,6 +8,7 @@ A CPU reads the weights of experts with rows only.
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -46,12 +47,10 @@ def rotated(product: Product, x: torch.Tensor, offsets: torch.Tensor, first: int
     return moved[(rows - begin) % x.shape[0]]
 
 
-def _part_on_cpu(
-    x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, first: int, share: float
-) -> torch.Tensor:
-    out = empty_part(x, weight.shape[2], offsets)
-    for expert, rows in chosen(offsets, first, weight.shape[0]):
-        torch.mm(x[rows], weight[expert], out=out[rows])
+def _part_on_cpu(call: Any) -> torch.Tensor:
+    out = empty_part(call.x, call.weight.shape[2], call.offsets)
+    for expert, rows in chosen(call.offsets, call.first, call.weight.shape[0]):
+        torch.mm(call.x[rows], call.weight[expert], out=out[rows])
     return out
 
 
@@ -70,11 +69,9 @@ def _part_shaped(x: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Ten
     return x.new_empty((x.shape[0], weight.shape[2]))
 
 
-def _join_on_cpu(
-    into: torch.Tensor, part: torch.Tensor, offsets: torch.Tensor, first: int, last: int, _: float
-) -> None:
-    rows = slice(int(offsets[first - 1]) if first else 0, int(offsets[last - 1]))
-    into[rows] = part[rows]
+def _join_on_cpu(call: Any) -> None:
+    rows = slice(int(call.offsets[call.first - 1]) if call.first else 0, int(call.offsets[call.last - 1]))
+    call.into[rows] = call.part[rows]
 
 
 def _join_on_cuda(

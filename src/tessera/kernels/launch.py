@@ -21,6 +21,13 @@ from tessera.ir import Kernel
 
 Grid = tuple[int, int, int]
 
+
+def three(sizes: Any) -> Grid:
+    """One to three sizes of a grid or block."""
+    x, y, z = (*map(int, sizes if isinstance(sizes, tuple | list) else (sizes,)), 1, 1, 1)[:3]
+    return x, y, z
+
+
 _TYPES: dict[str, Any] = {
     "i1": ctypes.c_int8, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32,
     "i64": ctypes.c_int64, "u1": ctypes.c_uint8, "u8": ctypes.c_uint8, "u16": ctypes.c_uint16,
@@ -134,15 +141,14 @@ def overlapping(ptx: str, name: str) -> str:
 
 
 class PtxKernel:
-    def __init__(self, kernel: Kernel, block: tuple[int, ...], is_early: bool = False) -> None:
+    def __init__(self, kernel: Kernel, block: Sequence[int], is_early: bool = False) -> None:
         """`is_early`: launched while the one before runs; it may wait for nothing but memory, since the
         next one takes room on the card.
         """
         torch.cuda.current_stream()  # creates the context
         self._name, self._shared = kernel.name, kernel.shared_bytes
         self._types = [kind for _, kind in kernel.signature if kind != "constexpr"]
-        x, y, z = (*block, 1, 1, 1)[:3]
-        self._block = (x, y, z)
+        self._block = three(block)
         self._module = ctypes.c_void_p()
         self._function = ctypes.c_void_p()
         cuda, waiting = driver(), ""

@@ -9,22 +9,22 @@
 Rows of a step may have different adapters.
 """
 
+from typing import Any
+
 import torch
 from torch.nn.functional import linear
 
 from tessera.kernels.register import alike, register
 
 
-def _on_cpu(
-    y: torch.Tensor, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, adapters: torch.Tensor
-) -> torch.Tensor:
-    out = y.clone(memory_format=torch.contiguous_format)
-    rows, inputs = out.view(-1, out.shape[-1]), x.reshape(-1, x.shape[-1])
-    for adapter in adapters.unique().tolist():
+def _on_cpu(call: Any) -> torch.Tensor:
+    out: torch.Tensor = call.y.clone(memory_format=torch.contiguous_format)
+    rows, inputs = out.view(-1, out.shape[-1]), call.x.reshape(-1, call.x.shape[-1])
+    for adapter in call.adapters.unique().tolist():
         if adapter:
-            chosen = (adapters == adapter).nonzero()[:, 0]
-            low = linear(inputs[chosen], down[adapter - 1])
-            rows.index_add_(0, chosen, linear(low, up[adapter - 1]))
+            chosen = (call.adapters == adapter).nonzero()[:, 0]
+            low = linear(inputs[chosen], call.down[adapter - 1])
+            rows.index_add_(0, chosen, linear(low, call.up[adapter - 1]))
     return out
 
 

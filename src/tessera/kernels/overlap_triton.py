@@ -23,6 +23,12 @@ def launch_next(OVERLAPS: tl.constexpr):
 
 
 @triton.jit
+def overlap(OVERLAPS: tl.constexpr):
+    launch_next(OVERLAPS)
+    wait_previous(OVERLAPS)
+
+
+@triton.jit
 def fetch_early(place, LINES: tl.constexpr):
     """Brings lines of 128 bytes into the card's cache, which has no effect on what is read later."""
     places = place.to(tl.int64)[:, None] + 128 * tl.arange(0, LINES)[None, :]

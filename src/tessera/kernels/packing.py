@@ -1,4 +1,4 @@
-"""Weights of 4 or 8 bits as codes and scales, of N rows and K columns.
+"""Weights of 4 or 8 bits as codes and scales, of N rows and K columns, and operators that multiply by them.
 
     codes   [..., N, K]     one byte per weight, or [..., N, K / 2]: two, the even column in the low bits
     scales  [..., N / r, K / c]   one per block of r x c weights (`block`)
@@ -11,7 +11,8 @@
     fp8     8-bit float                         number
     mxfp4   4-bit float (1, 2 and 1 bits)       power of two: exponent plus 127, one byte; always tiled
 
-A weight is (code - zero) * scale, computed in float32 and rounded once to the type of the product.
+A weight is (code - zero) * scale, computed in float32 and rounded once to the type of the product. On a CPU
+the product is `linear` of the dequantised weight, so it has the bits of the dequantised model's.
 
 Codes of int4 and fp8 whose groups are multiples of 128 columns, and MXFP4, are tiled in the order in which a
 GPU's threads multiply: format `int4_tiled`, `fp8_tiled` or `mxfp4_tiled`, block (32, K). fp8 with one scale
@@ -26,8 +27,13 @@ for 128 x 128 weights is `fp8_blocks_tiled`, block (128, K), and keeps its scale
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
+from torch.nn.functional import linear
+
+from tessera.kernels.grouped import chosen, empty_part
+from tessera.kernels.register import register
 
 BLOCKS = "fp8_blocks_tiled"
 PLAIN = {"int4_tiled": "int4", "fp8_tiled": "fp8", BLOCKS: "fp8", "mxfp4_tiled": "mxfp4"}
@@ -42,6 +48,7 @@ TILE_ROWS, GROUP = 32, 128
 PLACES = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 13, 10, 11))
 # Exponents have 63 more, so that products with small floats stay normal.
 MORE, MAX_EXPONENT = 63, 191
+_WEIGHT = "Tensor x, Tensor codes, Tensor scales, Tensor? zeros"
 
 
 def num_columns(codes: torch.Tensor, weight_format: str, block: Sequence[int]) -> int:
@@ -146,10 +153,8 @@ def dequantise(
     plain_format = PLAIN.get(weight_format, weight_format)
     if weight_format in PLAIN:
         codes, scales, zeros = _untiled(codes, scales, plain_format, block[1])
-        block = (
-            block[0] if weight_format == BLOCKS else 1,
-            MXFP4_BLOCK if plain_format == "mxfp4" else GROUP,
-        )
+        group = MXFP4_BLOCK if plain_format == "mxfp4" else GROUP
+        block = (block[0] if weight_format == BLOCKS else 1, group)
     elif BITS[weight_format] == 4:
         codes = unpack_nibbles(codes)
     rows, columns = codes.shape[-2:]
@@ -168,3 +173,33 @@ def dequantise(
         values -= MIDDLE[plain_format]
     weight = values.mul_(spread(scales.float())).to(dtype)
     return weight if order is None else torch.empty_like(weight).index_copy_(-1, order, weight)
+
+
+def _linear_on_cpu(call: Any) -> torch.Tensor:
+    return linear(call.x, _plain(call, call.order), call.bias)
+
+
+def _grouped_on_cpu(call: Any) -> torch.Tensor:
+    out = empty_part(call.x, call.codes.shape[1], call.offsets)
+    for expert, rows in chosen(call.offsets, getattr(call, "first", 0), call.codes.shape[0]):
+        out[rows] = linear(call.x[rows], _plain(call, None, expert))
+    return out
+
+
+def _plain(call: Any, order: torch.Tensor | None, expert: Any = ...) -> torch.Tensor:
+    zeros = None if call.zeros is None else call.zeros[expert]
+    codes, scales = call.codes[expert], call.scales[expert]
+    return dequantise(codes, scales, zeros, order, call.format, call.block, call.x.dtype)
+
+
+def _shaped(x: torch.Tensor, codes: torch.Tensor, *_: object) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], codes.shape[-2]))
+
+
+for _name, _more, _on_cpu in (
+    ("packed_linear", "Tensor? order, Tensor? bias", _linear_on_cpu),
+    ("packed_grouped", "Tensor offsets", _grouped_on_cpu),
+    ("packed_part", "Tensor offsets, int first, float share", _grouped_on_cpu),
+):
+    _schema = f"({_WEIGHT}, {_more}, str format, int[] block) -> Tensor"
+    register(_name, _schema, _shaped, _on_cpu, "tessera.kernels.packed_triton")

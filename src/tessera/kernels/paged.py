@@ -21,6 +21,7 @@ Lengths are read inside the operator, so a program that calls it reads nothing o
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention, softmax
@@ -49,28 +50,13 @@ class _QueryRows:
     num_pages: int
 
 
-def _on_cpu(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    pages: torch.Tensor,
-    page_starts: torch.Tensor,
-    lengths: torch.Tensor,
-    query_starts: torch.Tensor,
-    scale: float,
-    window: int,
-    soft_cap: float,
-    sinks: torch.Tensor | None,
-    expected_length: int,
-    one_each: bool,
-    query_tail: torch.Tensor | None = None,
-    key_tail: torch.Tensor | None = None,
-) -> torch.Tensor:
+def _on_cpu(call: Any) -> torch.Tensor:
     """Parts with equal tokens and similar numbers of pages are computed together."""
-    out = query.new_zeros((*query.shape[:2], values.shape[3]))
-    query = query if query_tail is None else torch.cat([query, query_tail], -1)
+    query, keys, window = call.query, call.keys, call.window
+    out: torch.Tensor = query.new_zeros((*query.shape[:2], call.values.shape[3]))
+    query = query if call.query_tail is None else torch.cat([query, call.query_tail], -1)
     alike: dict[tuple[int, int], list[_QueryRows]] = defaultdict(list)
-    for part in _parts(page_starts.tolist(), lengths.tolist(), query_starts.tolist(), window):
+    for part in _parts(call.page_starts.tolist(), call.lengths.tolist(), call.query_starts.tolist(), window):
         alike[part.count, part.num_pages.bit_length()].append(part)
     for (count, _), group in alike.items():
         most = max(part.num_pages for part in group)
@@ -78,7 +64,7 @@ def _on_cpu(
         first, now, page, last = torch.tensor(numbers).t()[..., None]
         rows = (first + torch.arange(count)).flatten()
         # A short part repeats its last page.
-        table = pages.index_select(0, (page + torch.arange(most).minimum(last)).flatten())
+        table = call.pages.index_select(0, (page + torch.arange(most).minimum(last)).flatten())
         ago = (now + torch.arange(count))[:, :, None] - torch.arange(most * PAGE)
         seen = (ago >= 0) & (ago < window) if window else ago >= 0
         beyond = (ago[:, -1] < 0).flatten().nonzero()[:, 0]  # padding, may not be finite
@@ -87,13 +73,13 @@ def _on_cpu(
             .flatten(0, 1)
             .index_fill_(0, beyond, 0.0)
             .unflatten(0, (len(group), -1))
-            for held in (values, keys, key_tail)
+            for held in (call.values, keys, call.key_tail)
             if held is not None
         )
         shared = [part.expand(-1, -1, keys.shape[2], -1) for part in key_parts]
         held_keys = torch.cat(shared, -1) if len(shared) > 1 else key_parts[0]
         queries = query.index_select(0, rows).view(len(group), count, *query.shape[1:])
-        results = _attend(queries, held_keys, held_values, seen, scale, soft_cap, sinks)
+        results = _attend(queries, held_keys, held_values, seen, call)
         out.index_copy_(0, rows, results.flatten(0, 1))
     return out
 
@@ -109,26 +95,20 @@ def _parts(starts: list[int], lengths: list[int], firsts: list[int], window: int
 
 
 def _attend(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    seen: torch.Tensor,
-    scale: float,
-    soft_cap: float,
-    sinks: torch.Tensor | None,
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor, call: Any
 ) -> torch.Tensor:
     """Query heads that share a key head become further queries."""
     parts, count, heads, width = query.shape
-    if soft_cap or sinks is not None:
+    if call.soft_cap or call.sinks is not None:
         dtype = torch.promote_types(query.dtype, torch.float32)
         q, k, v = (t.to(dtype).transpose(1, 2) for t in (query, keys, values))
-        out = by_formula(q, k, v, seen[:, None], scale, sinks, soft_cap)
+        out = by_formula(q, k, v, seen[:, None], call.scale, call.sinks, call.soft_cap)
     else:
         keys, values = keys.transpose(1, 2), values.transpose(1, 2)
         kv_heads = keys.shape[1]
         rows = query.view(parts, count, kv_heads, -1, width).permute(0, 2, 3, 1, 4).flatten(2, 3)
         mask = seen[:, None].repeat(1, 1, heads // kv_heads, 1)
-        out = scaled_dot_product_attention(rows, keys, values, mask, scale=scale)
+        out = scaled_dot_product_attention(rows, keys, values, mask, scale=call.scale)
     return out.reshape(parts, heads, count, -1).transpose(1, 2).to(query.dtype)
 
 

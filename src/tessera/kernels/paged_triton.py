@@ -20,7 +20,7 @@ import triton.language as tl
 
 from tessera.kernels import PAGE
 from tessera.kernels.launch import overlaps
-from tessera.kernels.overlap_triton import launch_next, wait_previous
+from tessera.kernels.overlap_triton import overlap, wait_previous
 
 _PAGE = tl.constexpr(PAGE)
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -80,11 +80,8 @@ def tiles_for(
     decode = Tile(rows, keys, 4, 2 if splits > 1 and not is_wide else stages)
     warps = (8, 3, 128) if long_rows == 128 else (8 if is_latent else 4, 3)
     prefill = Tile(max(long_rows, rows), keys, *warps)
-    return Tiles(
-        _fitting(decode, width * item_bytes, shared_bytes),
-        _fitting(prefill, width * item_bytes, shared_bytes),
-        splits,
-    )
+    decode, prefill = (_fitting(tile, width * item_bytes, shared_bytes) for tile in (decode, prefill))
+    return Tiles(decode, prefill, splits)
 
 
 def _splits(programs: int, table: int, most: int, keys: int) -> int:
@@ -167,7 +164,7 @@ def attend(
     tables = (pages, page_starts, lengths, query_starts, sinks, query_tail, key_tail)
     numbers = (float(scale), float(soft_cap))
     meta = _meta(query, keys, values, query_tail, key_tail)
-    overlap = {"OVERLAPS": overlaps(query.device), "launch_pdl": overlaps(query.device)}
+    overlapping = {"OVERLAPS": overlaps(query.device), "launch_pdl": overlaps(query.device)}
     meta |= {"IS_SHARED": is_shared, "GROUP": group, "WINDOW": int(window), "CAPPED": soft_cap != 0}
     tile, splits = tiles.decode, tiles.splits
     parts = tops = None
@@ -177,12 +174,12 @@ def attend(
     paged_decode[heads, sequences, splits](
         query, keys, values, *tables, out, parts, tops, *numbers, tokens, **meta,
         ROWS=tile.rows, BLOCK=tile.keys, SPLITS=splits, num_warps=tile.warps, num_stages=tile.stages,
-        maxnreg=tile.registers, **overlap,
+        maxnreg=tile.registers, **overlapping,
     )  # fmt: skip
     if splits > 1:
         paged_join[query_heads, sequences](
             parts, tops, query_starts, out, VALUE_SIZE=value_size, VALUE_PAD=meta["VALUE_PAD"], SPLITS=splits,
-            num_warps=4, **overlap,
+            num_warps=4, **overlapping,
         )  # fmt: skip
     if not one_each:
         tile = tiles.prefill
@@ -190,7 +187,7 @@ def attend(
         paged_prefill[heads, bound](
             query, keys, values, *tables, out, *numbers, sequences, **meta,
             SEQUENCES_PAD=max(128, triton.next_power_of_2(sequences)), ROWS=tile.rows, BLOCK=tile.keys,
-            num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **overlap,
+            num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **overlapping,
         )  # fmt: skip
     return out
 
@@ -242,8 +239,8 @@ def paged_decode(
     newest = tl.full([ROWS], 0, tl.int32) + (end - 1)
     for start in range(begin, end, BLOCK):
         seen, top, total = _see(
-            seen, top, total, q, q_tail, keys, values, key_tail, table, start, end, newest, scale, cap,
-            d, dv, tail, KEY_PAGE, KEY_ROW, VALUE_PAGE, VALUE_ROW, KEY_TAIL_PAGE, KEY_TAIL_ROW, TAIL,
+            seen, top, total, q, q_tail, (keys, values, key_tail, table), start, end, newest, scale, cap, d,
+            dv, tail, (KEY_PAGE, KEY_ROW, VALUE_PAGE, VALUE_ROW, KEY_TAIL_PAGE, KEY_TAIL_ROW), TAIL,
             IS_SHARED, SIZE, VALUE_SIZE, 0, CAPPED, BLOCK, True,
         )  # fmt: skip
     result = seen / tl.where(total > 0, total, 1.0)[:, None]
@@ -262,8 +259,7 @@ def paged_join(
     parts, tops, query_starts, out, VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr, SPLITS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    launch_next(OVERLAPS)
-    wait_previous(OVERLAPS)
+    overlap(OVERLAPS)
     head, sequence = tl.program_id(0), tl.program_id(1)
     query_heads = tl.num_programs(0)
     token = tl.load(query_starts + sequence)
@@ -327,18 +323,15 @@ def paged_prefill(
         rows = (token + new).to(tl.int64) * QUERY_TAIL_ROW + heads * QUERY_TAIL_HEAD
         q_tail = _load_rows(query_tail, rows, is_row, tail, TAIL)
     seen, top, total = _nothing_seen(sinks, heads, is_row, ROWS, VALUE_PAD)
-    for start in range(begin, split, BLOCK):
-        seen, top, total = _see(
-            seen, top, total, q, q_tail, keys, values, key_tail, table, start, end, past + new, scale, cap,
-            d, dv, tail, KEY_PAGE, KEY_ROW, VALUE_PAGE, VALUE_ROW, KEY_TAIL_PAGE, KEY_TAIL_ROW, TAIL,
-            IS_SHARED, SIZE, VALUE_SIZE, WINDOW, CAPPED, BLOCK, False,
-        )  # fmt: skip
-    for start in range(split, end, BLOCK):
-        seen, top, total = _see(
-            seen, top, total, q, q_tail, keys, values, key_tail, table, start, end, past + new, scale, cap,
-            d, dv, tail, KEY_PAGE, KEY_ROW, VALUE_PAGE, VALUE_ROW, KEY_TAIL_PAGE, KEY_TAIL_ROW, TAIL,
-            IS_SHARED, SIZE, VALUE_SIZE, WINDOW, CAPPED, BLOCK, True,
-        )  # fmt: skip
+    cache = (keys, values, key_tail, table)
+    bounds = (begin, split, end)
+    for part in tl.static_range(2):  # some keys of the second part are hidden from some rows
+        for start in range(bounds[part], bounds[part + 1], BLOCK):
+            seen, top, total = _see(
+                seen, top, total, q, q_tail, cache, start, end, past + new, scale, cap, d, dv, tail,
+                (KEY_PAGE, KEY_ROW, VALUE_PAGE, VALUE_ROW, KEY_TAIL_PAGE, KEY_TAIL_ROW), TAIL, IS_SHARED,
+                SIZE, VALUE_SIZE, WINDOW, CAPPED, BLOCK, part == 1,
+            )  # fmt: skip
     result = seen / tl.where(total > 0, total, 1.0)[:, None]
     at = ((token + new) * (tl.num_programs(0) * GROUP) + heads)[:, None] * VALUE_SIZE + dv[None, :]
     tl.store(out + at, result.to(out.dtype.element_ty), mask=is_row[:, None] & (dv < VALUE_SIZE)[None, :])
@@ -363,14 +356,13 @@ def _nothing_seen(sinks, heads, has_sink, ROWS: tl.constexpr, VALUE_PAD: tl.cons
 
 @triton.jit
 def _see(
-    seen, top, total, q, q_tail, keys, values, key_tail, table, start, end, position, scale, cap,
-    d, dv, tail, KEY_PAGE: tl.constexpr, KEY_ROW: tl.constexpr, VALUE_PAGE: tl.constexpr,
-    VALUE_ROW: tl.constexpr, KEY_TAIL_PAGE: tl.constexpr, KEY_TAIL_ROW: tl.constexpr, TAIL: tl.constexpr,
-    IS_SHARED: tl.constexpr,
-    SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    BLOCK: tl.constexpr, BOUNDED: tl.constexpr,
+    seen, top, total, q, q_tail, cache, start, end, position, scale, cap, d, dv, tail, strides,
+    TAIL: tl.constexpr, IS_SHARED: tl.constexpr, SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
     """`BOUNDED`: some keys are hidden from some rows."""
+    keys, values, key_tail, table = cache
+    KEY_PAGE, KEY_ROW, VALUE_PAGE, VALUE_ROW, KEY_TAIL_PAGE, KEY_TAIL_ROW = strides
     place = start + tl.arange(0, BLOCK)
     is_key = place < end if BOUNDED else tl.full([BLOCK], True, tl.int1)
     page = tl.load(table + place // _PAGE, mask=is_key, other=0).to(tl.int64)

@@ -13,6 +13,7 @@ from collections.abc import Sequence, Set
 
 from tessera.ir import Access, Arg, Buffer, Kernel, Launch, Region, View, arg_views
 from tessera.ir.trace import item_bytes
+from tessera.kernels.launch import three
 from tessera_ptx import (
     AccessReport,
     IndirectReport,
@@ -43,7 +44,7 @@ def triton_accesses(
         why = why if _against(report, launch) else ""
     if why or isinstance(report, str):
         return (), why
-    config = LaunchConfig(_three(launch.grid), _three(launch.block), _params(launch))
+    config = LaunchConfig(three(launch.grid), three(launch.block), _params(launch))
     accesses: list[Access] = []
     for access in report.accesses:
         view = launch.args[access.param]
@@ -113,11 +114,6 @@ def _hints(launch: Launch) -> ParamHints:
 
 def _params(launch: Launch) -> dict[int | tuple[int, int], int]:
     return {i: int(a) for i, a in enumerate(launch.args) if isinstance(a, bool | int)}
-
-
-def _three(sizes: tuple[int, ...]) -> tuple[int, int, int]:
-    x, y, z = (*sizes, 1, 1, 1)[:3]
-    return x, y, z
 
 
 def _accesses(

@@ -19,6 +19,8 @@ The torch code here, for CPUs, is the reference. It computes sequences of equal 
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch.nn.functional import silu, softplus
@@ -40,99 +42,64 @@ SCHEMAS = {
 }
 
 
-# Tokens [sequences, some] and states before them -> results, and states after them.
-Advance = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+# Arguments of a call, tokens [sequences, some] and states before them -> results, and states after them.
+Advance = Callable[[Any, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-def _scan(
-    x: torch.Tensor,
-    state: torch.Tensor,
-    starts: torch.Tensor,
-    rows: torch.Tensor,
-    advance: Advance,
-    chunk: int | None = None,
-) -> torch.Tensor:
-    """`chunk`: tokens of a sequence that are computed at once; None: all."""
+def _scan(first: str, advance: Advance, chunk: int | None, call: Any) -> torch.Tensor:
+    """`first`: the argument of the results' shape; `chunk`: tokens of a sequence that are computed at once;
+    None: all.
+    """
     groups: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    firsts = starts.tolist()
-    for first, after, row in zip(firsts[:-1], firsts[1:], rows.tolist(), strict=True):
-        groups[after - first].append((first, row))
+    x, state, firsts = getattr(call, first), call.state, call.starts.tolist()
+    for begin, after, row in zip(firsts[:-1], firsts[1:], call.rows.tolist(), strict=True):
+        groups[after - begin].append((begin, row))
     groups.pop(0, None)
-    out = x.new_zeros(x.shape)
+    out: torch.Tensor = x.new_zeros(x.shape)
     for count, group in groups.items():
-        first, row = torch.tensor(group).t()
-        begins, places = row < 0, torch.where(row < 0, -1 - row, row)
-        held = state[places].float().masked_fill_(begins.view(-1, *[1] * (state.dim() - 1)), 0)
-        for tokens in (first[:, None] + torch.arange(count)).split(chunk or count, 1):
-            results, held = advance(tokens, held)
+        begin, row = torch.tensor(group).t()
+        is_new, places = row < 0, torch.where(row < 0, -1 - row, row)
+        held = state[places].float().masked_fill_(is_new.view(-1, *[1] * (state.dim() - 1)), 0)
+        for tokens in (begin[:, None] + torch.arange(count)).split(chunk or count, 1):
+            results, held = advance(call, tokens, held)
             out[tokens] = results.to(x.dtype)
         state[places] = held.to(state.dtype)
     return out
 
 
-def _conv_on_cpu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    state: torch.Tensor,
-    starts: torch.Tensor,
-    rows: torch.Tensor,
-    has_silu: bool,
-) -> torch.Tensor:
+def _conv(call: Any, tokens: torch.Tensor, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [T, C], weight [C, K], state [R, K - 1, C]: the last inputs."""
-
-    def advance(tokens: torch.Tensor, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        count = tokens.shape[1]
-        seen = torch.cat([held, x[tokens].float()], 1)
-        total = sum(seen[:, k : k + count] * w for k, w in enumerate(weight.float().unbind(1)))
-        assert isinstance(total, torch.Tensor)
-        total = total if bias is None else total + bias.float()
-        return silu(total) if has_silu else total, seen[:, count:]
-
-    return _scan(x, state, starts, rows, advance)
+    count = tokens.shape[1]
+    seen = torch.cat([held, call.x[tokens].float()], 1)
+    total: Any = sum(seen[:, k : k + count] * w for k, w in enumerate(call.weight.float().unbind(1)))
+    total = total if call.bias is None else total + call.bias.float()
+    return silu(total) if call.has_silu else total, seen[:, count:]
 
 
-def _time_steps(dt: torch.Tensor, bias: torch.Tensor | None, has_softplus: bool) -> torch.Tensor:
-    dt = dt if bias is None else dt + bias.float()
-    return softplus(dt) if has_softplus else dt
+def _time_steps(call: Any, tokens: torch.Tensor) -> torch.Tensor:
+    dt: torch.Tensor = call.dt[tokens].float()
+    dt = dt if call.dt_bias is None else dt + call.dt_bias.float()
+    return softplus(dt) if call.has_softplus else dt
 
 
-def _ssd_on_cpu(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    d: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    state: torch.Tensor,
-    starts: torch.Tensor,
-    rows: torch.Tensor,
-    has_softplus: bool,
-    dt_min: float,
-    dt_max: float,
-) -> torch.Tensor:
+def _ssd(call: Any, tokens: torch.Tensor, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [T, H, P], dt [T, H], a, d, dt_bias [H], b and c [T, G, N], state [R, H, P, N].
 
     A head's state decays by exp(dt * a) and gains dt * x * b; the result is state * c + d * x. Tokens of a
     chunk see one another by a product, earlier ones by the state.
     """
-
-    def advance(tokens: torch.Tensor, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        values, group = x[tokens].float(), x.shape[1] // b.shape[1]
-        step = _time_steps(dt[tokens].float(), dt_bias, has_softplus).clamp(dt_min, dt_max)
-        keys, queries = (t[tokens].float().repeat_interleave(group, 2) for t in (b, c))
-        total = (step * a.float()).cumsum(1)
-        weights = torch.einsum("nihs,njhs->nijh", queries, keys) * _fades(total) * step[:, None]
-        out = torch.einsum("nijh,njhp->nihp", weights, values)
-        out += torch.einsum("nihs,nhps->nihp", queries, held) * total.exp()[..., None]
-        if d is not None:
-            out += values * d.float()[:, None]
-        left = (total[:, -1:] - total).exp() * step
-        gain = torch.einsum("nihp,nihs->nhps", values * left[..., None], keys)
-        return out, held * total[:, -1].exp()[..., None, None] + gain
-
-    return _scan(x, state, starts, rows, advance, CHUNK)
+    values, group = call.x[tokens].float(), call.x.shape[1] // call.b.shape[1]
+    step = _time_steps(call, tokens).clamp(call.dt_min, call.dt_max)
+    keys, queries = (t[tokens].float().repeat_interleave(group, 2) for t in (call.b, call.c))
+    total = (step * call.a.float()).cumsum(1)
+    weights = torch.einsum("nihs,njhs->nijh", queries, keys) * _fades(total) * step[:, None]
+    out = torch.einsum("nijh,njhp->nihp", weights, values)
+    out += torch.einsum("nihs,nhps->nihp", queries, held) * total.exp()[..., None]
+    if call.d is not None:
+        out += values * call.d.float()[:, None]
+    left = (total[:, -1:] - total).exp() * step
+    gain = torch.einsum("nihp,nihs->nhps", values * left[..., None], keys)
+    return out, held * total[:, -1].exp()[..., None, None] + gain
 
 
 def _fades(total: torch.Tensor) -> torch.Tensor:
@@ -142,68 +109,39 @@ def _fades(total: torch.Tensor) -> torch.Tensor:
     return between.masked_fill_(later[..., None], -torch.inf).exp_()
 
 
-def _selective_on_cpu(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    d: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    z: torch.Tensor | None,
-    state: torch.Tensor,
-    starts: torch.Tensor,
-    rows: torch.Tensor,
-    has_softplus: bool,
-) -> torch.Tensor:
+def _selective(call: Any, tokens: torch.Tensor, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x, dt and z [T, C], a [C, N], b and c [T, N], d and dt_bias [C], state [R, C, N]; `z` gates by SiLU."""
-
-    def advance(tokens: torch.Tensor, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        now = tokens[:, 0]
-        value, key, query = (t[now].float() for t in (x, b, c))
-        step = _time_steps(dt[now].float(), dt_bias, has_softplus)
-        held = held * (step[..., None] * a.float()).exp() + (step * value)[..., None] * key[:, None]
-        out = (held * query[:, None]).sum(-1)
-        out = out if d is None else out + value * d.float()
-        return (out if z is None else out * silu(z[now].float()))[:, None], held
-
-    return _scan(x, state, starts, rows, advance, 1)
+    now = tokens[:, 0]
+    value, key, query = (t[now].float() for t in (call.x, call.b, call.c))
+    step = _time_steps(call, now)
+    held = held * (step[..., None] * call.a.float()).exp() + (step * value)[..., None] * key[:, None]
+    out = (held * query[:, None]).sum(-1)
+    out = out if call.d is None else out + value * call.d.float()
+    return (out if call.z is None else out * silu(call.z[now].float()))[:, None], held
 
 
-def _delta_on_cpu(
-    value: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    starts: torch.Tensor,
-    rows: torch.Tensor,
-    is_normed: bool,
-) -> torch.Tensor:
+def _delta(call: Any, tokens: torch.Tensor, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """value [T, H, V], query and key [T, H, K], g [T, H, 1 or K], beta [T, H], state [R, H, K, V].
 
     A head's state decays by exp(g), then gains key * beta * (value - key @ state); the result is query @
     state / sqrt(K). `is_normed`: queries and keys are normed first.
     """
-
-    def advance(tokens: torch.Tensor, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k, v, decay, rate = (t[tokens[:, 0]].float() for t in (query, key, value, g, beta))
-        if is_normed:
-            q, k = (t * (t.square().sum(-1, keepdim=True) + NORM_EPSILON).rsqrt() for t in (q, k))
-        held = held * decay.exp()[..., None]
-        delta = (v - torch.einsum("nhk,nhkv->nhv", k, held)) * rate[..., None]
-        held = held + k[..., None] * delta[..., None, :]
-        out = torch.einsum("nhk,nhkv->nhv", q, held) * query.shape[-1] ** -0.5
-        return out[:, None], held
-
-    return _scan(value, state, starts, rows, advance, 1)
+    operands = (call.query, call.key, call.value, call.g, call.beta)
+    q, k, v, decay, rate = (t[tokens[:, 0]].float() for t in operands)
+    if call.is_normed:
+        q, k = (t * (t.square().sum(-1, keepdim=True) + NORM_EPSILON).rsqrt() for t in (q, k))
+    held = held * decay.exp()[..., None]
+    delta = (v - torch.einsum("nhk,nhkv->nhv", k, held)) * rate[..., None]
+    held = held + k[..., None] * delta[..., None, :]
+    out = torch.einsum("nhk,nhkv->nhv", q, held) * q.shape[-1] ** -0.5
+    return out[:, None], held
 
 
-for _name, _on_cpu in (
-    ("causal_conv", _conv_on_cpu),
-    ("ssd_scan", _ssd_on_cpu),
-    ("selective_scan", _selective_on_cpu),
-    ("delta_scan", _delta_on_cpu),
+for _name, _first, _advance, _chunk in (
+    ("causal_conv", "x", _conv, None),
+    ("ssd_scan", "x", _ssd, CHUNK),
+    ("selective_scan", "x", _selective, 1),
+    ("delta_scan", "value", _delta, 1),
 ):
+    _on_cpu = partial(_scan, _first, _advance, _chunk)
     register(_name, SCHEMAS[_name], alike, _on_cpu, "tessera.kernels.recurrent_triton")

@@ -11,7 +11,7 @@ from sampling import one_of_each
 from tessera.capture import Workload, check_device, fake, record_step
 from tessera.capture.fake import choose
 from tessera.capture.models import catalog
-from tessera.capture.record import _record
+from tessera.capture.record import Recordings
 from tessera.errors import CaptureError, UnknownName
 from tessera.ir import BufferKind, Step, Trace
 from trace_agreement import compare
@@ -30,8 +30,8 @@ def capture_fake(fn: object, module: torch.nn.Module | None = None) -> Trace:
         lambda seed: {},
         lambda first, run, last: dict(first),
     )
-    with fake.machine() as run:
-        return _record(workload, fake.on_device(workload.make_inputs(0)), {}, "fake", run)[0]
+    with fake.machine():
+        return Recordings(workload, "fake").once(0)[0]
 
 
 def names(trace: Trace) -> list[str]:
@@ -189,14 +189,14 @@ def test_a_constant_of_unknown_value_is_kept_by_name() -> None:
             super().__init__()
             self.table = torch.ones(8, device="cuda")
 
-    with fake.machine() as run:
+    with fake.machine():
         holder = Holder()
         x = {"x": torch.empty(4, 8, device="cuda")}
         workload = Workload(
             Step("made", "decode", 1, 1), holder, lambda i, s: {"y": i["x"] + holder.table},
             lambda seed: {}, lambda seed: {}, lambda first, run, last: {},
         )  # fmt: skip
-        trace = _record(workload, x, {}, "fake", run)[0]
+        trace = Recordings(workload, "fake").record(x, {})[0]
     (constant,) = (b for b in trace.buffers if b.name.startswith("constant."))
 
     assert (32, "") == (constant.size_bytes, constant.constant_hex)

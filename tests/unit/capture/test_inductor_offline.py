@@ -17,8 +17,7 @@ from sampling import num_layers
 from tessera.analyze import build_graph
 from tessera.capture import build
 from tessera.capture.fake import on_device
-from tessera.capture.inductor import record_inductor, record_inductor_offline
-from tessera.capture.inductor.compile import alike, cut, trace_step
+from tessera.capture.inductor import alike, cut, record_inductor, record_inductor_offline, trace_step
 from tessera.capture.offline import offline
 from tessera.errors import CaptureError
 from tessera.ir import BufferKind, Hazard, Origin, Step, Trace, load, save

@@ -164,12 +164,13 @@ def test_many_layers_in_16_bits_are_packed_too(tmp_path: Path) -> None:
 
 def test_another_recurrence_in_16_bits_is_not_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong decay changes logits less than 16-bit rounding does: the check computes with 32 bits."""
-    scan = recurrent.FUNCTIONS["mamba2_chunk_scan"]
+    scan, parameters = recurrent.FUNCTIONS["mamba2_chunk_scan"]
 
-    def faster(*given: Any, **more: Any) -> Any:
-        return scan(*given[:3], 3 * given[3], *given[4:], **more)
+    def faster(states: Any, call: Any) -> Any:
+        call.A = 3 * call.A
+        return scan(states, call)
 
-    monkeypatch.setitem(recurrent.FUNCTIONS, "mamba2_chunk_scan", faster)
+    monkeypatch.setitem(recurrent.FUNCTIONS, "mamba2_chunk_scan", (faster, parameters))
     sizes = {**BY_NAME["mamba2"].sizes, "dtype": "bfloat16"}
     layout = layout_of(folder_step(Model("mamba2", "Mamba2ForCausalLM", sizes), tmp_path, ROWS).module)
 

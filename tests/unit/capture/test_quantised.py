@@ -9,7 +9,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 import tessera
-import tessera.kernels.packed
+import tessera.kernels.packing
 from tessera.capture import build, record
 from tessera.capture.function import workload
 from tessera.errors import CaptureError

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tessera.compile import Workers, backend
+from tessera.compile import Session, backend
 from tessera.errors import TesseraError, UnknownName, WorkerError
 from tessera.execute.offline import RunResult
 
@@ -47,9 +47,9 @@ def workers() -> list[str]:
     return sorted(p.name for p in multiprocessing.active_children())
 
 
-def only_workers() -> Workers:
-    """The one set of workers that is alive."""
-    (found,) = Workers.live.values()
+def only_session() -> Session:
+    """The one session with workers."""
+    (found,) = Session.live.values()
     assert found is not None
     return found
 
@@ -138,7 +138,7 @@ def test_a_transformer_is_divided_and_leaves_nothing_behind() -> None:
         for name, tensor in expected.items():
             assert torch.equal(tensor, got[name])
             assert tensor.stride() == got[name].stride()
-    (lane,) = only_workers().plan.lanes
+    (lane,) = only_session().plan.lanes
     assert {0, 1} == set(lane.placement.devices[0])
     assert ["tessera-emu:a100", "tessera-emu:l40s"] == workers()
 
@@ -255,7 +255,7 @@ def test_another_shape_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None
 def test_verify_compares_every_call(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A result that differs from the reference run is an error, and one that does not is returned."""
     result = RunResult(lane=0, outputs=[{"output.0": torch.full((4,), value)}])
-    monkeypatch.setattr(Workers, "run", lambda self, request: result)
+    monkeypatch.setattr(Session, "run", lambda self, request: result)
     fn = compiled(lambda x: x + 1, {**ONE, "verify": True})
     if value == 2.0:
         assert torch.equal(torch.full((4,), 2.0), fn(torch.ones(4)))

@@ -116,11 +116,8 @@ def from_callable(step: Step) -> Workload:
         return result
     is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], torch.nn.Module)
     if not is_pair or not isinstance(result[1], Mapping | tuple | list):
-        raise CaptureError(
-            f"it returned a {type(result).__name__}",
-            "Return a tessera.capture.Workload, or a pair of an nn.Module and its example inputs.",
-            step.model,
-        )
+        remedy = "Return a tessera.capture.Workload, or a pair of an nn.Module and its example inputs."
+        raise CaptureError(f"it returned a {type(result).__name__}", remedy, step.model)
     module, examples = result
     by_name = isinstance(examples, Mapping)
     args, kwargs = ((), dict(examples)) if by_name else (tuple(examples), {})

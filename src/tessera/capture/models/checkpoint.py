@@ -11,6 +11,7 @@ import os
 import re
 import struct
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from tessera.errors import CaptureError, TesseraError, extra_module
-from tessera.ir import units
+from tessera.ir import Step, units
 from tessera.ir.host import available_bytes
 
 MAX_JSON_BYTES = 64 * 2**20
@@ -72,6 +73,9 @@ class Filled:
     unlike: tuple[str, ...] = ()
 
 
+Give = Callable[[Tensors], Filled]
+
+
 def cached(name: str) -> Path | None:
     if not REPOSITORY.fullmatch(name) or "--" in name:
         return None
@@ -103,11 +107,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_settings(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
-        return {
-            name: _checked(value, name, path)
-            for name, value in read_json(path).items()
-            if name not in IGNORED
-        }
+        settings = read_json(path).items()
+        return {name: _checked(value, name, path) for name, value in settings if name not in IGNORED}
     except RecursionError as error:
         raise CaptureError("is nested too deeply", AGAIN, str(path)) from error
 
@@ -137,9 +138,8 @@ def no_config(folder: Path) -> CaptureError:
         return CaptureError("this folder holds a LoRA adapter, not a model", remedy, str(folder))
     if any(folder.glob("*.gguf")):
         return CaptureError("GGUF weights are not supported", CONVERT, str(folder))
-    return CaptureError(
-        "this folder holds no config.json", "Name a Hugging Face model's folder.", str(folder)
-    )
+    remedy = "Name a Hugging Face model's folder."
+    return CaptureError("this folder holds no config.json", remedy, str(folder))
 
 
 def _short(value: int) -> str:
@@ -161,9 +161,8 @@ def read_weights(folder: Path) -> dict[str, Any]:
             raise CaptureError(f"is broken: {first_line(error)}", AGAIN, str(path)) from error
     lost = sorted(index.keys() - tensors.keys())
     if lost:
-        raise CaptureError(
-            f"its index names {_some(lost)}, which {index[lost[0]]} does not hold", AGAIN, str(folder)
-        )
+        message = f"its index names {_some(lost)}, which {index[lost[0]]} does not hold"
+        raise CaptureError(message, AGAIN, str(folder))
     return tensors
 
 
@@ -182,11 +181,8 @@ def _listed(folder: Path) -> tuple[dict[str, str], list[str]]:
         index = folder / f"{stem}.safetensors.index.json"
         if index.exists():
             files = read_json(index).get("weight_map")
-            if (
-                not isinstance(files, dict)
-                or not files
-                or not all(isinstance(x, str) for x in files.values())
-            ):
+            is_map = isinstance(files, dict) and all(isinstance(x, str) for x in files.values())
+            if not files or not is_map:
                 raise CaptureError("has no weight_map from tensors to files", AGAIN, str(index))
             return files, sorted(set(files.values()))
         if os.path.lexists(folder / f"{stem}.safetensors"):
@@ -202,9 +198,7 @@ def _inside(folder: Path, name: str) -> Path:
     """Path of a weight file, which must lie in the folder or its cache."""
     path = folder / name
     if Path(name).name != name or "\\" in name or not name.endswith(".safetensors"):
-        remedy = (
-            "Only *.safetensors beside config.json are read: convert the weights, or download them again."
-        )
+        remedy = "Only *.safetensors beside config.json are read: convert them, or download them again."
         raise CaptureError(f"its index names {name!r} as a file of weights", remedy, str(folder))
     home, real = folder.resolve(), path.resolve()
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
@@ -220,9 +214,8 @@ def _check_names(path: Path) -> None:
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         tensors = dict(items)
         if len(tensors) < len(items):
-            raise ValueError(
-                f"{_some(sorted(k for k in tensors if [x for x, _ in items].count(k) > 1))} twice"
-            )
+            names = Counter(name for name, _ in items)
+            raise ValueError(f"{_some(sorted(name for name in names if names[name] > 1))} twice")
         return tensors
 
     with path.open("rb") as file:
@@ -231,14 +224,7 @@ def _check_names(path: Path) -> None:
 
 
 def load(
-    folder: Path,
-    make: Callable[[], Any],
-    give: Callable[[Tensors], Filled],
-    *,
-    what: str = "a model cannot be built from it",
-    seed: int = 0,
-    random_weights: bool = False,
-    is_packed: bool = False,
+    folder: Path, step: Step, what: str, make: Callable[[], Any], give: Give, is_packed: bool = False
 ) -> Any:
     """`make` creates the model without weights, `give` with them.
 
@@ -253,13 +239,11 @@ def load(
     size = sum(tensor.nbytes for tensor in (*empty.parameters(), *empty.buffers()))
     need = weight_bytes(folder) if is_packed else size
     if has_values() and need > (have := available_bytes()):
-        raise CaptureError(
-            f"its weights take {units.size(need)}; {units.size(have)} of memory are free",
-            "Plan it, or capture it with --device fake, which needs none.",
-            str(folder),
-        )
-    if random_weights:
-        with blamed(folder, what), seeded(seed):
+        message = f"its weights take {units.size(need)}; {units.size(have)} of memory are free"
+        remedy = "Plan it, or capture it with --device fake, which needs none."
+        raise CaptureError(message, remedy, str(folder))
+    if step.random_weights:
+        with blamed(folder, what), seeded(step.seed):
             return make()
     tensors = read_weights(folder)
     if not tensors:
@@ -290,9 +274,8 @@ def _no_weights(folder: Path) -> CaptureError:
     if others:
         message = f"its weights are in {others[0]}, which can run code when it is read"
         return CaptureError(message, "Convert them to safetensors, or use --random-weights.", str(folder))
-    return CaptureError(
-        "holds a config.json and no weights", "Add them, or use --random-weights.", str(folder)
-    )
+    remedy = "Add them, or use --random-weights."
+    return CaptureError("holds a config.json and no weights", remedy, str(folder))
 
 
 def give_transformers(build: Callable[..., Any], folder: Path | None, tensors: Tensors) -> Filled:
@@ -338,9 +321,11 @@ def _bounded(folder: Path, what: str) -> Iterator[None]:
                 f"its configuration makes more than {num - 1:,} tensors", "Correct config.json.", str(folder)
             )
 
-    with ExitStack() as stack, blamed(folder, what):
-        stack.callback(torch_module.register_module_parameter_registration_hook(add).remove)
-        stack.callback(torch_module.register_module_buffer_registration_hook(add).remove)
+    with (
+        torch_module.register_module_parameter_registration_hook(add),
+        torch_module.register_module_buffer_registration_hook(add),
+        blamed(folder, what),
+    ):
         yield
 
 

@@ -7,6 +7,7 @@ refused. Built-in models use classifier-free guidance: each row runs twice.
 """
 
 import inspect
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,10 @@ NUM_STEPS, SHIFT, GUIDANCE = 28, 3.0, 4.5
 
 def built_in(name: str, sizes: dict[str, Any], num_words: int, dtype: torch.dtype, step: Step) -> Workload:
     kind = getattr(extra_module("diffusers", "diffusers"), name)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # fake parameters cannot be converted later
-    try:
-        with checkpoint.seeded(step.seed):
-            module = kind(**sizes).eval()
-    finally:
-        torch.set_default_dtype(before)
+    with ExitStack() as stack, checkpoint.seeded(step.seed):
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(dtype)  # fake parameters cannot be converted later
+        module = kind(**sizes).eval()
     for part in module.modules():
         for key, buffer in part._buffers.items():
             part._buffers[key] = buffer.to(dtype) if buffer.is_floating_point() else buffer
@@ -51,19 +49,15 @@ def built_in(name: str, sizes: dict[str, Any], num_words: int, dtype: torch.dtyp
 
 
 def is_denoiser(folder: Path) -> bool:
-    if (folder / PIPELINE).is_file():
-        return True
-    return (folder / "config.json").is_file() and "_class_name" in checkpoint.read_json(
-        folder / "config.json"
-    )
+    config = folder / "config.json"
+    is_pipeline = (folder / PIPELINE).is_file()
+    return is_pipeline or (config.is_file() and "_class_name" in checkpoint.read_json(config))
 
 
 def from_folder(step: Step) -> Workload:
     check_known(f"step of {step.model}", step.kind, STEPS)
     folder = _part(Path(step.model))
-    settings = checkpoint.read_settings(folder)
-    module = _load(folder, settings, step)
-    return Denoiser(module, step).workload()
+    return Denoiser(_load(folder, checkpoint.read_settings(folder), step), step).workload()
 
 
 def _part(folder: Path) -> Path:
@@ -71,27 +65,21 @@ def _part(folder: Path) -> Path:
         return folder
     part = next((folder / part for part in PARTS if (folder / part / "config.json").is_file()), None)
     if part is None:
-        parts = [
-            name for name, value in checkpoint.read_json(folder / PIPELINE).items() if isinstance(value, list)
-        ]
-        remedy = f"Name the folder of one of its parts: {', '.join(parts)}."
+        pipeline = checkpoint.read_json(folder / PIPELINE)
+        parts = ", ".join(name for name, value in pipeline.items() if isinstance(value, list))
+        remedy = f"Name the folder of one of its parts: {parts}."
         raise CaptureError(f"this pipeline has no {' or '.join(PARTS)}", remedy, str(folder))
     return part
 
 
 def _load(folder: Path, settings: dict[str, Any], step: Step) -> Any:
     name = settings.get("_class_name")
-    kind = getattr(extra_module("diffusers", "diffusers"), str(name), None)
-    takes = (
-        inspect.signature(kind.forward).parameters
-        if isinstance(kind, type) and hasattr(kind, "forward")
-        else {}
-    )
-    if kind is None or not any(latents in takes for latents in LATENTS) or "timestep" not in takes:
-        place = str(folder / "config.json")
-        raise CaptureError(
-            f"diffusers has no denoiser {name!r}", "Name a transformer's or a UNet's folder.", place
-        )
+    kind: Any = getattr(extra_module("diffusers", "diffusers"), str(name), None)
+    is_model = isinstance(kind, type) and hasattr(kind, "forward")
+    takes = inspect.signature(kind.forward).parameters if is_model else {}
+    if not any(latents in takes for latents in LATENTS) or "timestep" not in takes:
+        remedy = "Name a transformer's or a UNet's folder."
+        raise CaptureError(f"diffusers has no denoiser {name!r}", remedy, str(folder / "config.json"))
 
     def make() -> Any:
         return kind.from_config(dict(settings))
@@ -105,9 +93,7 @@ def _load(folder: Path, settings: dict[str, Any], step: Step) -> Any:
         module.load_state_dict({k: t for k, t in values.items() if k not in unlike}, strict=False)
         return checkpoint.Filled(module, tuple(k for k in parameters if k not in values), unlike)
 
-    random = step.random_weights
-    what = f"a {name} cannot be built from it"
-    module = checkpoint.load(folder, make, give, what=what, seed=step.seed, random_weights=random)
+    module = checkpoint.load(folder, step, f"a {name} cannot be built from it", make, give)
     _register(module)
     return module.eval()
 
@@ -131,24 +117,16 @@ class Denoiser:
         self._is_packed = any(name in self._takes for name in ("img_ids", "img_shapes", "num_frames"))
         self._is_video = "3D" in type(module).__name__ or type(module).__name__.startswith(FRAMES_FIRST)
         self._num_words = num_words or self._config.get("max_text_seq_length") or WORDS
-        sizes = {
-            "num_frames": FRAMES,
-            "height": self._rows,
-            "width": self._columns,
-            "img_shapes": [[(1, self._rows, self._columns)]] * self._num_rows,
-        }
+        sizes: dict[str, Any] = {"num_frames": FRAMES, "height": self._rows, "width": self._columns}
+        sizes["img_shapes"] = [[(1, self._rows, self._columns)]] * self._num_rows
         self._fixed = {name: value for name, value in sizes.items() if name in self._takes}
         self._check()
 
     def workload(self) -> Workload:
-        return Workload(
-            self._step,
-            self._module,
-            self._call,
-            self._inputs,
-            self._state,
-            lambda first, run, last: {**first, "sigmas": sigmas(run)},
-        )
+        def follow(first: Tensors, run: int, last: Tensors) -> dict[str, torch.Tensor]:
+            return {**first, "sigmas": sigmas(run)}
+
+        return Workload(self._step, self._module, self._call, self._inputs, self._state, follow)
 
     def _call(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
         latents, now, after = state["latents"], inputs["sigmas"][0], inputs["sigmas"][1]
@@ -215,9 +193,8 @@ class Denoiser:
                 inputs[name] = noise.to(self._module.dtype)
         num_classes = self._config.get("num_class_embeds") or self._config.get("num_embeds_ada_norm")
         if "class_labels" in self._takes and num_classes:
-            inputs["class_labels"] = torch.randint(
-                0, num_classes, (self._num_rows,), generator=random, device=random.device
-            )
+            labels = torch.randint(0, num_classes, (self._num_rows,), generator=random, device=random.device)
+            inputs["class_labels"] = labels
         for name, tensor in self._constants().items():
             if name in self._takes:
                 inputs[name] = tensor.to(self._module.dtype) if tensor.is_floating_point() else tensor

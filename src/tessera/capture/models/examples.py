@@ -20,6 +20,8 @@ from tessera.ir import Step
 
 PIXELS = "pixel_values"
 SHOWN = ("input_ids", PIXELS, "input_features", "input_values")
+# Parts of a configuration that tell an input's sizes.
+PARTS = ("vision_config", "encoder", "backbone_config", "audio_config")
 # Side of a picture where any size is allowed.
 ANY_SIZE = 224
 REMEDY = "Give the inputs in a file: --inputs FILE (safetensors, npz or json)."
@@ -65,9 +67,8 @@ def call_names(model: Any) -> list[str]:
     named = [p for p in parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     needed = [p.name for p in named if p.default is inspect.Parameter.empty]
     main = [model.main_input_name] if model.main_input_name in parameters else []
-    both = getattr(model.config, "text_config", None) is not None and "logit_scale" in dict(
-        model.named_parameters()
-    )
+    has_text = getattr(model.config, "text_config", None) is not None
+    both = has_text and "logit_scale" in dict(model.named_parameters())
     shown = [name for name in SHOWN if name in parameters] if both else []
     decoder = ["decoder_input_ids"] if model.config.is_encoder_decoder else []
     return list(dict.fromkeys([*main, *needed, *shown, *(n for n in decoder if n in parameters)]))
@@ -107,15 +108,9 @@ def _boxes(config: Any, step: Step, random: torch.Generator) -> torch.Tensor:
 
 
 def _setting(config: Any, names: Iterable[str], default: Any) -> Any:
-    parts = [
-        getattr(config, n, None) for n in ("vision_config", "encoder", "backbone_config", "audio_config")
-    ]
-    for part in (config, *parts):
-        for name in names:
-            value = getattr(part, name, None)
-            if value is not None:
-                return value
-    return default
+    parts = [config, *(getattr(config, name, None) for name in PARTS)]
+    values = (getattr(part, name, None) for part in parts for name in names)
+    return next((value for value in values if value is not None), default)
 
 
 def _sides(size: Any) -> tuple[int, int]:

@@ -192,7 +192,7 @@ def learn_memory(
     first: Tensors,
     following: Tensors,
 ) -> tuple[Any, ModelMemory, ModelMemory]:
-    with apart(model), NoReads():  # type: ignore[no-untyped-call]
+    with apart(model), NoReads():
         _, left = call(empty, first)
         copied = exchanged(left, {name: tensor.clone() for name, tensor in tensors_of(left)})
         result, after = call(copied, following)
@@ -238,11 +238,8 @@ class CachedSteps:
         size = self._config.hidden_size * self._step.batch
         count = int(sum(tensor.numel() for tensor in embeddings) // size)
         if count + 2 > self._step.context:
-            raise CaptureError(
-                f"a picture is {count} tokens, which a context of {self._step.context} does not hold",
-                f"Use --context {count + 2} or more.",
-                self._step.model,
-            )
+            message = f"a picture is {count} tokens, which a context of {self._step.context} does not hold"
+            raise CaptureError(message, f"Use --context {count + 2} or more.", self._step.model)
         return count
 
     def _learn(self) -> None:
@@ -265,11 +262,9 @@ class CachedSteps:
             else:
                 return
         reason = str(errors[0]).partition("\n")[0]
-        raise CaptureError(
-            f"the cache of a {self._config.model_type} cannot be followed: {reason}",
-            "Capture --step call, or write a module:callable that returns a Workload.",
-            self._step.model,
-        ) from errors[0]
+        message = f"the cache of a {self._config.model_type} cannot be followed: {reason}"
+        remedy = "Capture --step call, or write a module:callable that returns a Workload."
+        raise CaptureError(message, remedy, self._step.model) from errors[0]
 
     def _learn_with(self, cache: Any) -> None:
         rows = getattr(cache, "self_attention_cache", cache)
@@ -372,11 +367,8 @@ class CachedSteps:
                 place = "tokens" if name == self._tokens else name
                 if place not in inputs or inputs[place].shape != tensor.shape:
                     takes = ", ".join(f"{n} {tuple(t.shape)}" for n, t in inputs.items())
-                    raise CaptureError(
-                        f"'{name}' of shape {tuple(tensor.shape)} is no input of this step",
-                        f"It takes: {takes}.",
-                        self._step.inputs,
-                    )
+                    message = f"'{name}' of shape {tuple(tensor.shape)} is no input of this step"
+                    raise CaptureError(message, f"It takes: {takes}.", self._step.inputs)
                 inputs[place] = tensor.to(inputs[place].dtype)
         return inputs
 
@@ -428,9 +420,8 @@ class CachedSteps:
             return {**self._inputs(0), ENCODED: last[ENCODED].clone()}
         if "next_tokens" not in last or (not self._is_carried and not self._is_prefill):
             inputs = self._inputs(0)
-            if first.keys() == inputs.keys():
-                inputs = dict(first)
-            return {name: tensor.clone() for name, tensor in inputs.items()}
+            given = first if first.keys() == inputs.keys() else inputs
+            return {name: tensor.clone() for name, tensor in given.items()}
         inputs = {"tokens": last["next_tokens"][:, None].clone()}
         if NEXT in last:
             inputs["positions"] = last[NEXT].clone()
@@ -458,11 +449,8 @@ def head_reads(model: Any, pick: Callable[[torch.Tensor], torch.Tensor] | None) 
     if pick is None or not isinstance(head, torch.nn.Module):
         yield False
         return
-    handle = head.register_forward_pre_hook(lambda _, args: (pick(args[0]), *args[1:]))
-    try:
+    with head.register_forward_pre_hook(lambda _, args: (pick(args[0]), *args[1:])):
         yield True
-    finally:
-        handle.remove()
 
 
 def call_on_fakes(model: Any) -> None:
@@ -473,7 +461,7 @@ def call_on_fakes(model: Any) -> None:
         fakes: dict[str, torch.Tensor] = {
             n: t if isinstance(t, FakeTensor) else mode.from_tensor(t) for n, t in held.items()
         }
-        with apart(model), model.device, NoReads():  # type: ignore[no-untyped-call]
+        with apart(model), model.device, NoReads():
             words = torch.zeros((2, 3), dtype=torch.long)
             torch.func.functional_call(model, fakes, (), {"input_ids": words, "use_cache": False})
 

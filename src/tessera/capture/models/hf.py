@@ -80,8 +80,7 @@ def config_of(folder: Path) -> Any:
 
 def model_class(config: Any) -> Any:
     library = _transformers()
-    for name in config.architectures or ():
-        kind = getattr(library, name, None)
+    for kind in (getattr(library, name, None) for name in config.architectures or ()):
         if isinstance(kind, type) and issubclass(kind, library.PreTrainedModel):
             return kind
     for name in _AUTO[0 if config.is_encoder_decoder else 2 :]:
@@ -89,10 +88,8 @@ def model_class(config: Any) -> Any:
         if type(config) in kinds:
             choice = kinds[type(config)]
             return choice[0] if isinstance(choice, tuple) else choice
-    raise CaptureError(
-        f"transformers has no model for a {config.model_type}",
-        "Name its class in config.json, under architectures.",
-    )
+    message = f"transformers has no model for a {config.model_type}"
+    raise CaptureError(message, "Name its class in config.json, under architectures.")
 
 
 def steps_of(config: Any) -> tuple[str, ...]:
@@ -159,7 +156,7 @@ def _model(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) -> 
 
     register_attention()
     kind = model_class(config)
-    options = {"attn_implementation": attention_of(kind), "dtype": dtype}
+    options, packing = {"attn_implementation": attention_of(kind), "dtype": dtype}, None
     make = partial(kind._from_config, config, **options)
     if folder is None:
         with checkpoint.seeded(step.seed):
@@ -180,15 +177,8 @@ def _model(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) -> 
             with checkpoint.blamed(folder), torch.device("meta"):
                 check_served(make())  # before weights are read
         with torch.device("cpu") if is_read and torch.get_default_device().type == "cuda" else nullcontext():
-            model = checkpoint.load(
-                folder,
-                make,
-                give,
-                what=f"a {config.model_type} cannot be built from it",
-                seed=step.seed,
-                random_weights=step.random_weights,
-                is_packed=packing is not None,
-            )
+            what = f"a {config.model_type} cannot be built from it"
+            model = checkpoint.load(folder, step, what, make, give, packing is not None)
     if model._can_set_experts_implementation():
         # The eager path of experts reads the routing on the host; grouped products need rows of 16 bytes.
         experts = [p for name, p in model.named_parameters() if name.endswith("_proj") and p.dim() == 3]

@@ -40,11 +40,9 @@ class JoinedLinear(torch.nn.Module):
         self.train(layers[0].training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        columns: tuple[torch.Tensor, ...] = linear(x, self.joined_weight, self.joined_bias).split(
-            self.sizes, -1
-        )
+        columns = linear(x, self.joined_weight, self.joined_bias).split(self.sizes, -1)
         self._waiting[x] = dict(enumerate(columns[1:], 1))
-        return columns[0]
+        return columns[0]  # type: ignore[no-any-return]
 
     def take(self, number: int, x: torch.Tensor) -> torch.Tensor:
         waiting = self._waiting.get(x, {})

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -90,11 +91,8 @@ def using_adapters(model: Any, rows: torch.Tensor | None) -> Iterator[None]:
     if choice is None:
         yield
         return
-    choice.rows = rows
-    try:
+    with patch.object(choice, "rows", rows):
         yield
-    finally:
-        choice.rows = None
     if rows is not None and choice.idle:
         layer = min(choice.idle)
         raise CaptureError(f"adapters of {layer} are not supported: the model does not call it", MERGE)
@@ -120,9 +118,8 @@ def add_adapters(model: Any, folders: Sequence[str]) -> None:
             rank = len(pair[0])
             if pair[0].shape != (rank, inputs) or pair[1].shape != (outputs, rank):
                 shapes = f"{tuple(pair[0].shape)} and {tuple(pair[1].shape)}"
-                message = (
-                    f"its matrices of {path} have the shapes {shapes}; the layer is {outputs} x {inputs}"
-                )
+                layer = f"the layer is {outputs} x {inputs}"
+                message = f"its matrices of {path} have the shapes {shapes}; {layer}"
                 raise CaptureError(message, "Use an adapter of this base model.", folder)
             down[number, :rank], up[number, :, :rank] = pair
         model.set_submodule(path, AdaptedLinear(path, base, choice, down, up))

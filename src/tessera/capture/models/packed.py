@@ -29,7 +29,6 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.functional import linear
 
-import tessera.kernels.packed  # noqa: F401 - registers the operators
 from tessera.capture.models.checkpoint import AGAIN, CONVERT, Tensors, first_line, read_json
 from tessera.errors import CaptureError
 from tessera.kernels import packing
@@ -461,9 +460,8 @@ def _integers(
     if zeros is not None:
         zeros = None if bool((zeros == middle).all()) else zeros.to(torch.int8).contiguous()
     code = Code(f"int{bits}", (1, size), orders=orders)
-    return PackedWeight(
-        code, dtype, codes=codes.contiguous(), scales=scales.contiguous(), zeros=zeros, order=order
-    )
+    parts = {"codes": codes.contiguous(), "scales": scales.contiguous(), "zeros": zeros, "order": order}
+    return PackedWeight(code, dtype, **parts)
 
 
 def _columns(columns: int, groups: int, packing: Packing) -> int:
@@ -525,9 +523,8 @@ def _scaled(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch
 
 def _mxfp4(weight: torch.Tensor, parts: Tensors, packing: Packing, dtype: torch.dtype) -> PackedWeight:
     code = Code("mxfp4", (1, MXFP4_BLOCK))
-    return PackedWeight(
-        code, dtype, codes=weight.flatten(-2).contiguous(), scales=parts["_scales"].contiguous()
-    )
+    codes, scales = weight.flatten(-2).contiguous(), parts["_scales"].contiguous()
+    return PackedWeight(code, dtype, codes=codes, scales=scales)
 
 
 _WORDS = (torch.int32,)

@@ -42,7 +42,6 @@ from tessera.capture.models.generic import ModelMemory
 from tessera.capture.models.lora import num_adapters, using_adapters
 from tessera.capture.models.pages import (
     NUM_FIRST_PAGES,
-    PackedCache,
     PagedCache,
     PageMask,
     PageTables,
@@ -51,7 +50,7 @@ from tessera.capture.models.pages import (
     exchanged_attention,
     is_indexer,
 )
-from tessera.capture.models.recurrent import PackedStates, exchanged_recurrence
+from tessera.capture.models.recurrent import PackedCache, exchanged_recurrence
 from tessera.capture.models.selected import selecting
 from tessera.capture.reads import traced
 from tessera.capture.recorder import HostRead
@@ -115,15 +114,11 @@ def check_served(model: Any) -> None:
     """Refuses models that cannot be served with any weights."""
     name, config = model.config.model_type, model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder or not model.can_generate() or not _cache_name(model):
-        raise CaptureError(
-            f"{name} is not served by steps: it is no decoder with a cache",
-            "Serve a causal language model.",
-        )
+        message = f"{name} is not served by steps: it is no decoder with a cache"
+        raise CaptureError(message, "Serve a causal language model.")
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
-        raise CaptureError(
-            f"{name} cannot be served by steps: its prompts attend in both directions",
-            "Serve a causal language model, or this one's --step call by tessera run.",
-        )
+        remedy = "Serve a causal language model, or this one's --step call by tessera run."
+        raise CaptureError(f"{name} cannot be served by steps: its prompts attend in both directions", remedy)
     try:
         PagedCache(model.config)
     except ValueError as error:
@@ -169,9 +164,8 @@ def _first_line(error: Exception) -> str:
         return OWN_ATTENTION
     if PackedCache.__name__ in said or PagedCache.__name__ in said:
         return OWN_CACHE
-    return (
-        said if isinstance(error, (ValueError, CaptureError)) and said else f"{type(error).__name__}: {said}"
-    )
+    is_plain = isinstance(error, (ValueError, CaptureError)) and said
+    return said if is_plain else f"{type(error).__name__}: {said}"
 
 
 def _cache_name(model: Any) -> str:
@@ -304,11 +298,11 @@ def _run(
         selecting() if selects else nullcontext(),
         ExitStack() as stack,
     ):
-        states = PackedStates(inputs["query_starts"], inputs["rows"]) if "rows" in inputs else None
-        if states is not None:
-            stack.enter_context(exchanged_recurrence(model, states))
         tables = [_table(model, kind, step, inputs, group) for group in range(num_groups(step))]
-        cache.begin(tables, inputs.get("fresh"), states)
+        cache.begin(tables, inputs.get("fresh"))
+        if "rows" in inputs:
+            exchanged = exchanged_recurrence(model, cache, inputs["query_starts"], inputs["rows"])
+            stack.enter_context(exchanged)
         if memory.attributes and kind in PACKED:
             raise ValueError("its layers keep a state of their own")
         for _, tensor in generic.tensors_of((memory.attributes, cache.adopted())):
@@ -394,15 +388,11 @@ def max_positions(model: Any) -> int:
 
 def paged_workload(model: Any, step: Step) -> Workload:
     if step.context < step.batch:
-        raise CaptureError(
-            f"a step of {step.context} tokens cannot serve {step.batch} sequences",
-            "Use at least one token per sequence.",
-        )
+        message = f"a step of {step.context} tokens cannot serve {step.batch} sequences"
+        raise CaptureError(message, "Use at least one token per sequence.")
     if step.reserve % PAGE or step.reserve < 2 * PAGE:
-        raise CaptureError(
-            f"{step.reserve} positions do not fill pages of {PAGE}",
-            f"Use a multiple of {PAGE}, at least {2 * PAGE}: the first page takes what padding writes.",
-        )
+        remedy = f"Use a multiple of {PAGE}, at least {2 * PAGE}: the first page takes what padding writes."
+        raise CaptureError(f"{step.reserve} positions do not fill pages of {PAGE}", remedy)
     layout = layout_of(model)
     most = {FLAT: step.context, SPLIT: SPLIT_TOKENS * num_rows(step)}.get(layout.kind, step.batch)
     if step.context > most:
@@ -412,10 +402,8 @@ def paged_workload(model: Any, step: Step) -> Workload:
             f"Use at most {most} tokens.",
         )
     if layout.kind in GATHERED and not num_dense(model, step):
-        raise CaptureError(
-            f"{step.reserve} positions are too few for {num_rows(step)} sequences",
-            f"Use at least {num_rows(step) * PAGE}.",
-        )
+        message = f"{step.reserve} positions are too few for {num_rows(step)} sequences"
+        raise CaptureError(message, f"Use at least {num_rows(step) * PAGE}.")
     return PagedSteps(model, step, layout).workload()
 
 

@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import StaticCache, cache_utils, masking_utils
 
 import tessera.kernels.paged  # noqa: F401 - registers the operator
-from tessera.capture.models.recurrent import PackedStates
 from tessera.capture.models.rows import (
     additive,
     attention_of,
@@ -168,7 +167,6 @@ class PagedCache(StaticCache):  # type: ignore[misc]
         for x in self.layers:
             if not isinstance(x, PagedLayer | cache_utils.LinearAttentionCacheLayerMixin):
                 raise ValueError(f"its cache has layers of its own kind, {type(x).__name__}")
-        self.states: Any = None
         # Attributes of a model's own class of cache.
         self._adopted: list[str] = []
         # A model that takes no positions adds the number of earlier tokens to those of a call.
@@ -201,14 +199,8 @@ class PagedCache(StaticCache):  # type: ignore[misc]
     def get_query_offset(self, layer_idx: int) -> int:
         return super().get_seq_length(layer_idx)  # type: ignore[no-any-return]
 
-    def begin(
-        self,
-        tables: Sequence[PageTables],
-        fresh: torch.Tensor | None = None,
-        states: PackedStates | None = None,
-    ) -> None:
+    def begin(self, tables: Sequence[PageTables], fresh: torch.Tensor | None = None) -> None:
         self.layers.begin(fresh)
-        self.states = states
         for layer in self.paged:
             layer.begin(tables[layer.group] if tables else None)
 
@@ -243,26 +235,6 @@ class PagedCache(StaticCache):  # type: ignore[misc]
             if layer.stored and layer.stored[0] is key and layer.stored[1] is value:
                 return layer
         raise ValueError("its attention reads keys that are not in its cache")
-
-
-class PackedCache(PagedCache):
-    """Recurrent layers read packed tokens, and report no earlier state."""
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        self.states.enter(self.layers[layer_idx], state_idx)
-
-    get_recurrent_state = get_conv_state
-
-    def update_conv_state(
-        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
-    ) -> torch.Tensor:
-        self.states.convolve(self.layers[layer_idx], state_idx)
-        return conv_states
-
-    def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
-    ) -> Any:
-        return self.states.update(self.layers[layer_idx], recurrent_states, state_idx)
 
 
 class PageMask:
@@ -321,22 +293,11 @@ def attend_pages(
         size = (-1, -1, max(1, heads // MAX_LATENT_GROUP), -1)
         tails = [query_tail.transpose(1, 2).flatten(0, 1), values]
         keys = values = keys.expand(size)
-    out = torch.ops.tessera.paged_attention(
-        query.transpose(1, 2).flatten(0, 1),
-        keys,
-        values,
-        tables.pages,
-        tables.page_starts,
-        tables.lengths,
-        tables.query_starts,
-        width**-0.5 if scaling is None else scaling,
-        window,
-        softcap or 0.0,
-        s_aux,
-        tables.expected_length,
-        tables.one_each,
-        *tails,
-    )
+    step = keys, values, tables.pages, tables.page_starts, tables.lengths, tables.query_starts
+    options = width**-0.5 if scaling is None else scaling, window, softcap or 0.0, s_aux
+    promises = tables.expected_length, tables.one_each
+    tokens = query.transpose(1, 2).flatten(0, 1)
+    out = torch.ops.tessera.paged_attention(tokens, *step, *options, *promises, *tails)
     return out.view(batch, num, heads, -1), None
 
 

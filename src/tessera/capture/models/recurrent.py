@@ -8,36 +8,47 @@ A model whose recurrence has another name, or that changes its state itself, rai
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
 import tessera.kernels.recurrent  # noqa: F401 - registers the operators
+from tessera.capture.models.pages import PagedCache, PageTables
 
 
-class PackedStates:
-    def __init__(self, starts: torch.Tensor, rows: torch.Tensor) -> None:
-        self.starts, self.rows = starts, rows
+class PackedCache(PagedCache):
+    """Recurrent layers read packed tokens, and report no earlier state."""
+
+    def begin(self, tables: Sequence[PageTables], fresh: torch.Tensor | None = None) -> None:
+        super().begin(tables, fresh)
+        self.starts: Any = None
+        self.rows: Any = None
         self._layer: Any = None
-        self._number = 0
-        self._is_unread = False
+        self._number, self._is_unread = 0, False
 
-    def enter(self, layer: Any, number: int) -> None:
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         self.check()
-        self._layer, self._number = layer, number
+        self._layer, self._number = self.layers[layer_idx], state_idx
 
-    def convolve(self, layer: Any, number: int) -> None:
-        self.enter(layer, number)
+    get_recurrent_state = get_conv_state
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> torch.Tensor:
+        self.get_conv_state(layer_idx, state_idx)
         self._is_unread = True
+        return conv_states
 
-    def update(self, layer: Any, state: torch.Tensor, number: int) -> torch.Tensor:
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> torch.Tensor:
         """The new state must be the one that was updated in place."""
-        held: torch.Tensor | None = layer.recurrent_states[number]
-        if held is None or state is not held:
+        held: torch.Tensor | None = self.layers[layer_idx].recurrent_states[state_idx]
+        if held is None or recurrent_states is not held:
             raise ValueError("its recurrence is none of the known functions")
         return held
 
@@ -61,104 +72,81 @@ class PackedStates:
         return state
 
 
-def _conv(
-    states: PackedStates,
-    hidden_states: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    **_: Any,
-) -> torch.Tensor:
-    if activation not in ("silu", "swish", None):
-        raise ValueError(f"its convolution ends in {activation}")
-    x = hidden_states[0].t()
-    state = states.conv_state(x, weight.shape[1])
-    out = torch.ops.tessera.causal_conv(
-        x, weight, bias, state, states.starts, states.rows, activation is not None
-    )
-    return out.t()[None]  # type: ignore[no-any-return]
+def _conv(cache: PackedCache, call: Any) -> torch.Tensor:
+    if call.activation not in ("silu", "swish", None):
+        raise ValueError(f"its convolution ends in {call.activation}")
+    x = call.hidden_states[0].t()
+    state = cache.conv_state(x, call.weight.shape[1])
+    has_silu = call.activation is not None
+    tables = state, cache.starts, cache.rows
+    out: torch.Tensor = torch.ops.tessera.causal_conv(x, call.weight, call.bias, *tables, has_silu)
+    return out.t()[None]
 
 
-def _ssd(
-    states: PackedStates,
-    hidden_states: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    chunk_size: int,
-    D: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if z is not None or A.dim() != 1:
+def _ssd(cache: PackedCache, call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    if call.z is not None or call.A.dim() != 1:
         raise ValueError("its scan has a gate, or several decays per head")
-    state = states.recurrent_state((*hidden_states.shape[2:], B.shape[3]), hidden_states)
-    low, high = dt_limit or (0.0, float("inf"))
-    out = torch.ops.tessera.ssd_scan(
-        hidden_states[0], dt[0], A, B[0], C[0], D, dt_bias, state, states.starts, states.rows, dt_softplus,
-        float(low), float(high),
-    )  # fmt: skip
+    x, dt, keys, queries = (t[0] for t in (call.hidden_states, call.dt, call.B, call.C))
+    state = cache.recurrent_state((*x.shape[1:], keys.shape[2]), x)
+    low, high = call.dt_limit or (0.0, float("inf"))
+    tables = state, cache.starts, cache.rows
+    options = bool(call.dt_softplus), float(low), float(high)
+    out = torch.ops.tessera.ssd_scan(x, dt, call.A, keys, queries, call.D, call.dt_bias, *tables, *options)
     return out[None], state
 
 
-def _selective(
-    states: PackedStates,
-    hidden_states: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-    delta_bias: torch.Tensor | None = None,
-    delta_softplus: bool = False,
-    **_: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    state = states.recurrent_state(tuple(A.shape), hidden_states)
-    x, step, key, query = (t[0].t() for t in (hidden_states, dt, B, C))
-    gate = None if z is None else z[0].t()
-    out = torch.ops.tessera.selective_scan(
-        x, step, A, key, query, D, delta_bias, gate, state, states.starts, states.rows, delta_softplus
-    )
+def _selective(cache: PackedCache, call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    state = cache.recurrent_state(tuple(call.A.shape), call.hidden_states)
+    x, step, key, query = (t[0].t() for t in (call.hidden_states, call.dt, call.B, call.C))
+    gate = None if call.z is None else call.z[0].t()
+    tables = state, cache.starts, cache.rows
+    weights = call.D, call.delta_bias, gate
+    has_softplus = bool(call.delta_softplus)
+    out = torch.ops.tessera.selective_scan(x, step, call.A, key, query, *weights, *tables, has_softplus)
     return out.t()[None], state
 
 
-def _delta(
-    states: PackedStates,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    use_qk_l2norm_in_kernel: bool = False,
-    **_: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    state = states.recurrent_state((value.shape[2], key.shape[3], value.shape[3]), value)
-    decay = g if g.dim() == 4 else g[..., None]
-    operands = (t[0] for t in (value, query, key, decay, beta))
-    out = torch.ops.tessera.delta_scan(*operands, state, states.starts, states.rows, use_qk_l2norm_in_kernel)
+def _delta(cache: PackedCache, call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    state = cache.recurrent_state((call.value.shape[2], call.key.shape[3], call.value.shape[3]), call.value)
+    decay = call.g if call.g.dim() == 4 else call.g[..., None]
+    operands = (t[0] for t in (call.value, call.query, call.key, decay, call.beta))
+    tables = state, cache.starts, cache.rows
+    out = torch.ops.tessera.delta_scan(*operands, *tables, bool(call.use_qk_l2norm_in_kernel))
     return out[None], state
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "causal_conv1d_fn": _conv,
-    "mamba2_chunk_scan": _ssd,
-    "mamba_selective_scan": _selective,
-    "torch_chunk_gated_delta_rule": _delta,
-    "chunk_kimi_delta_attention": _delta,
+_DELTA = _delta, "query key value g beta use_qk_l2norm_in_kernel"
+# By name: the operator's caller, and the parameters, which are None if a model leaves them out.
+FUNCTIONS: dict[str, tuple[Callable[..., Any], str]] = {
+    "causal_conv1d_fn": (_conv, "hidden_states weight bias activation"),
+    "mamba2_chunk_scan": (_ssd, "hidden_states dt A B C chunk_size D z dt_bias dt_softplus dt_limit"),
+    "mamba_selective_scan": (_selective, "hidden_states dt A B C D z delta_bias delta_softplus"),
+    "torch_chunk_gated_delta_rule": _DELTA,
+    "chunk_kimi_delta_attention": _DELTA,
 }
 
 
+def _in_place_of(name: str, cache: PackedCache) -> Callable[..., Any]:
+    function, parameters = FUNCTIONS[name]
+    names = parameters.split()
+
+    def run(*args: Any, **options: Any) -> Any:
+        given = dict(zip(names, args, strict=False))
+        return function(cache, SimpleNamespace(**dict.fromkeys(names) | given | options))
+
+    return run
+
+
 @contextmanager
-def exchanged_recurrence(model: torch.nn.Module, states: PackedStates) -> Iterator[None]:
+def exchanged_recurrence(
+    model: torch.nn.Module, cache: PackedCache, starts: torch.Tensor, rows: torch.Tensor
+) -> Iterator[None]:
+    """`starts` and `rows`: see `kernels.recurrent`."""
+    cache.starts, cache.rows = starts, rows
     modules = {sys.modules[type(part).__module__] for part in model.modules()}
     with ExitStack() as stack:
         for module in modules:
             for name in FUNCTIONS.keys() & vars(module).keys():
-                stack.enter_context(patch.object(module, name, partial(FUNCTIONS[name], states)))
+                stack.enter_context(patch.object(module, name, _in_place_of(name, cache)))
         yield
-    states.check()
+    cache.check()

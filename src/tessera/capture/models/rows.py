@@ -36,12 +36,10 @@ class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         self.rows, self.positions, self.last = rows, positions, last
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.hold(
-            *(new.new_zeros((*new.shape[:2], self.slots, new.shape[3])) for new in (key_states, value_states))
+        self.keys, self.values = (
+            new.new_zeros((*new.shape[:2], self.slots, new.shape[3])) for new in (key_states, value_states)
         )
-
-    def hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.keys, self.values, self.is_initialized = keys, values, True
+        self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any

@@ -47,21 +47,16 @@ def _encode(model: Any, step: Step) -> Workload:
     with _disable_current_modes(), torch.device("cpu"):
         grids = torch.tensor([[1, height * merge, width * merge]] * step.batch)
         sides = (merge, config.window_size, config.patch_size)
-        order, windows = (t.tolist() for t in vision_utils.get_vision_window_index(grids, *sides))
+        order, ends = (t.tolist() for t in vision_utils.get_vision_window_index(grids, *sides))
         patch_places = vision_utils.get_vision_position_ids(grids, merge).tolist()
-    images, pieces = np.arange(step.batch + 1) * num_patches, np.array(windows)
+    images, pieces = np.arange(step.batch + 1) * num_patches, np.array(ends)
     patch = config.in_channels * config.temporal_patch_size * config.patch_size**2
     places, index = torch.tensor(patch_places), torch.tensor(order)
 
     def call(inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
-        features = tower(
-            inputs["patches"],
-            grid_thw=None,
-            position_ids=inputs["places"],
-            cu_seqlens=images,
-            window_index=inputs["window_index"],
-            cu_window_seqlens=pieces,
-        )
+        windows = {"window_index": inputs["window_index"], "cu_window_seqlens": pieces}
+        sizes = {"grid_thw": None, "position_ids": inputs["places"], "cu_seqlens": images}
+        features = tower(inputs["patches"], **sizes, **windows)
         return {"image": features.pooler_output.view(step.batch, step.context, -1)}
 
     def make_inputs(seed: int) -> dict[str, torch.Tensor]:
@@ -78,10 +73,8 @@ class PictureSteps(CachedSteps):
 
     def _following(self, inputs: Tensors, last: torch.Tensor | None) -> dict[str, torch.Tensor]:
         rotary = inputs["rotary"].transpose(0, 1).transpose(1, 2)
-        return {
-            NEXT: newest(inputs["positions"][:, :, None], last) + 1,
-            "next_rotary": newest(rotary, last) + 1,
-        }
+        positions = inputs["positions"][:, :, None]
+        return {NEXT: newest(positions, last) + 1, "next_rotary": newest(rotary, last) + 1}
 
     def _tokens_at(self, start: torch.Tensor, width: int, random: torch.Generator) -> dict[str, torch.Tensor]:
         inputs = super()._tokens_at(start, width, random)

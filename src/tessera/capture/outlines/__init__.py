@@ -12,6 +12,7 @@ from dataclasses import fields, replace
 from importlib.resources import as_file, files
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from tessera.errors import ArtifactError, TesseraError
 from tessera.ir import Step, Trace
@@ -22,13 +23,10 @@ VERSION = 2
 
 
 def outlined(trace: Trace) -> Trace:
-    kernels = tuple(
-        replace(k, ptx="", source="", constants=(), num_warps=0, num_stages=0, shared_bytes=0)
-        for k in trace.kernels
-    )
-    return replace(
-        trace, kernels=kernels, launches=tuple(replace(x, grid=(), block=()) for x in trace.launches)
-    )
+    empty: dict[str, Any] = {"ptx": "", "source": "", "constants": ()}
+    empty |= dict.fromkeys(("num_warps", "num_stages", "shared_bytes"), 0)
+    launches = tuple(replace(x, grid=(), block=()) for x in trace.launches)
+    return replace(trace, kernels=tuple(replace(k, **empty) for k in trace.kernels), launches=launches)
 
 
 def name_of(step: Step) -> str:
