@@ -8,10 +8,11 @@ throughput objective
 
 Cost and energy plans are never below a baseline in their own figure. Near the best, the most robust candidate
 wins, then the one with fewer lanes and transfers. The latency objective compares makespans of single
-requests. Plans for parts of the cluster, copied to all devices (`side_by_side`), are candidates too.
+requests. Plans for parts of the cluster, copied to all devices, are candidates too.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,7 +22,7 @@ from tessera.errors import PlanInfeasible
 from tessera.plan.config import FULL, SearchConfig
 from tessera.plan.constraints import Constraint, check_constraints, compiled_launches
 from tessera.plan.host import FETCH, has_host, host_placements
-from tessera.plan.problem import Cells, Mix, Problem, alike_devices, build, mix_of, partitions, restricted
+from tessera.plan.problem import Cells, Column, Mix, alike_devices, build, partitions, restricted
 from tessera.plan.search import objectives
 from tessera.plan.search.judge import Judge
 from tessera.plan.search.planners import PLANNERS, planner_named
@@ -205,51 +206,54 @@ def objective_figure(plan: ir.Plan, objective: ir.Objective) -> float:
     return plan.simulated_per_s
 
 
-def decide(judge: Judge, shown_microbatches: Sequence[int] = (), is_part: bool = False) -> ir.Plan:
+def decide(judge: Judge, shown_microbatches: Sequence[int] = ()) -> ir.Plan:
     """A named policy may be below the coarse ones."""
-    task = judge.task
-    planner = planner_named(task.policy)
     coarse = _coarse(judge)
-    mixes = planner(task)
+    chosen, rivals = _chosen(judge, coarse)
+    rated = tuple(judge.baseline(kind, mix) for kind, mix in coarse.items())
+    plan = judge.finished(chosen, rated, rivals, shown_microbatches)
+    ir.verify(plan)
+    return plan
+
+
+def _chosen(judge: Judge, coarse: dict[str, Mix | None], is_part: bool = False) -> tuple[Mix, list[Mix]]:
+    """(the best mix, all that it was compared with)."""
+    task = judge.task
+    mixes = planner_named(task.policy)(task)
     if not mixes:
         limits = " with these placement constraints" if task.problem.constraints else ""
         remedy = f"Use one of: {', '.join(sorted(x for x in PLANNERS if x != task.policy))}."
         raise PlanInfeasible(f"the policy '{task.policy}' does not apply to this work{limits}", remedy)
     floors = [m for m in coarse.values() if m is not None]
-    floors += _from_parts(judge, is_part)
+    floors += [] if is_part else _from_parts(judge)
     is_free = task.policy == task.objective.value and task.objective is not ir.Objective.LATENCY
     chosen = judge.lasting(lambda: judge.simplest(mixes, floors) if is_free else judge.best(mixes))
-    rated = tuple(judge.baseline(kind, mix) for kind, mix in coarse.items())
-    plan = judge.finished(chosen, rated, [*floors, *mixes], shown_microbatches)
-    ir.verify(plan)
-    return plan
+    return chosen, [*floors, *mixes]
 
 
-def _from_parts(judge: Judge, is_part: bool) -> list[Mix]:
+def _from_parts(judge: Judge) -> list[Mix]:
     task = judge.task
-    if is_part or task.policy != task.objective.value:
-        return []
-    if task.objective in (ir.Objective.COST, ir.Objective.ENERGY):
-        splits: Iterator[tuple[Cells, ...]] = (((devices,),) for devices in _worthwhile(task))
-    else:
-        is_many = task.objective is ir.Objective.THROUGHPUT and task.pool.kinds is not None
-        splits = partitions(task.pool.kinds.members) if is_many and task.pool.kinds else iter(())
+    splits: Iterable[tuple[Cells, ...]] = ()
+    if task.policy == task.objective.value:
+        if task.objective in (ir.Objective.COST, ir.Objective.ENERGY):
+            splits = (((devices,),) for devices in _worthwhile(task))
+        elif task.objective is ir.Objective.THROUGHPUT and task.pool.kinds is not None:
+            splits = partitions(task.pool.kinds.members)
     mixes = []
     for parts in splits:
-        try:
-            mix = _copied_mix(judge, parts)
-        except PlanInfeasible:  # part too small
-            continue
-        if mix is not None and task.pool.fits(mix.columns, mix.microbatches):
-            mixes.append(mix)
+        with suppress(PlanInfeasible):  # part too small
+            mix = _copied(judge, parts)
+            if mix is not None and task.pool.fits(mix.columns, mix.microbatches):
+                mixes.append(mix)
     return mixes
 
 
-def _copied_mix(judge: Judge, parts: Sequence[Cells]) -> Mix | None:
+def _copied(judge: Judge, parts: Sequence[Cells]) -> Mix | None:
     """None with fewer microbatches than cells."""
     task, problem = judge.task, judge.task.problem
     is_split = sum(len(cells) for cells in parts) > 1
-    plans = []
+    lanes: list[tuple[Column, float, int]] = []
+    simulated, is_whole = 0.0, True
     for cells in parts:
         each = task.microbatches * len(cells[0]) // problem.num_devices if is_split else task.microbatches
         if each < 1:
@@ -257,12 +261,19 @@ def _copied_mix(judge: Judge, parts: Sequence[Cells]) -> Mix | None:
         part = restricted(problem, cells[0])
         if part is None:
             raise PlanInfeasible("the placement constraints leave a launch nowhere to run there")
-        inner = replace(task, problem=part, microbatches=each, _spans={})
-        plans.append((decide(Judge(inner), is_part=not is_split), cells))
-    plan = side_by_side(problem, plans)
-    mix = mix_of(problem, plan)
-    if len(plan.lanes) == sum(len(part.lanes) * len(cells) for part, cells in plans):
-        judge.know(mix, min(plan.simulated_per_s, mix.rate_per_s))
+        inner = Judge(replace(task, problem=part, microbatches=each, _spans={}))
+        mix, _ = _chosen(inner, _coarse(inner), is_part=not is_split)
+        counts = inner.task.followers(mix)
+        is_whole &= all(counts)
+        simulated += len(cells) * inner.rate_per_s(mix)
+        for cell in cells:
+            rows = zip(mix.columns, mix.shares, counts, strict=True)
+            columns = ((problem.column(np.array(cell)[c.labels]), share, num) for c, share, num in rows)
+            lanes += [(column, share * mix.rate_per_s, num) for column, share, num in columns if num]
+    columns, rates, counts = zip(*lanes, strict=True)
+    mix = Mix(columns, tuple(rate / sum(rates) for rate in rates), counts)
+    if is_whole:
+        judge.know(mix, min(simulated, mix.rate_per_s))
     return mix
 
 
@@ -287,51 +298,3 @@ def _worthwhile(task: Task) -> list[objectives.Devices]:
         best = max(best, solved[-1][0])
     ranked = sorted(solved, key=lambda x: -x[0])[: config.max_planned_sets]
     return [devices for value, devices in ranked if value >= config.worth * best]
-
-
-def side_by_side(problem: Problem, parts: Sequence[tuple[ir.Plan, Cells]]) -> ir.Plan:
-    """The bound is by busy time."""
-    lanes: list[ir.Lane] = []
-    table: list[int] = []
-    for plan, cells in parts:
-        order = [plan.lane_table[n % len(plan.lane_table)] for n in range(plan.microbatches)]
-        used = sorted(set(order))  # fewer than all with more lanes than microbatches
-        for devices in cells:
-            table += [len(lanes) + used.index(lane) for lane in order]
-            lanes += [
-                ir.Lane(lane.placement.renumbered(devices), lane.rate_per_s)
-                for lane in (plan.lanes[n] for n in used)
-            ]
-    rows = [(plan, len(cells)) for plan, cells in parts]
-    simulated, busy = (
-        sum(getattr(plan, name) * num for plan, num in rows)
-        for name in ("simulated_per_s", "throughput_per_s")
-    )
-    joules = [(plan.joules_per_unit, plan.simulated_per_s * num) for plan, num in rows]
-    watts = [each * rate for each, rate in joules if each is not None]
-    plan = ir.Plan(
-        unit=problem.unit,
-        cluster=problem.cluster,
-        costs=problem.costs,
-        objective=ir.Objective.THROUGHPUT,
-        policy=_policy([plan for plan, _ in parts]),
-        lanes=tuple(lanes),
-        microbatches=len(table),
-        throughput_per_s=busy,
-        simulated_per_s=simulated,
-        bound_per_s=busy,
-        latency_us=max(plan.latency_us for plan, _ in rows),
-        lane_table=tuple(table),
-        max_microbatches=len(table),
-        joules_per_unit=sum(watts) / simulated if len(watts) == len(rows) else None,
-    )
-    ir.verify(plan)
-    return plan
-
-
-def _policy(plans: Sequence[ir.Plan]) -> str:
-    used = [{d for step in lane.placement.devices for d in step} for plan in plans for lane in plan.lanes]
-    if len(used) > 1 and all(len(devices) == 1 for devices in used):
-        return "data-parallel"
-    names = {plan.policy for plan in plans}
-    return names.pop() if len(names) == 1 else ir.Objective.THROUGHPUT.value

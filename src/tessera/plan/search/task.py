@@ -72,11 +72,15 @@ class Task:
     def num_microbatches(self, mix: Mix) -> int:
         return sum(mix.microbatches) or self.microbatches
 
+    def followers(self, mix: Mix) -> list[int]:
+        """Microbatches of each lane."""
+        table = microbatch_table(mix, self.microbatches)[: self.num_microbatches(mix)]
+        return [table.count(lane) for lane in range(len(mix.columns))]
+
     def upper_bound_per_s(self, mix: Mix) -> float:
         """By busy time and Little's law."""
-        table = microbatch_table(mix, self.microbatches)[: self.num_microbatches(mix)]
-        rates = (1.0 / self._span_us(c) for c in mix.columns)
-        return min(mix.rate_per_s, 1e6 * sum(table.count(n) * rate for n, rate in enumerate(rates)))
+        pairs = zip(self.followers(mix), mix.columns, strict=True)
+        return min(mix.rate_per_s, 1e6 * sum(num / self._span_us(column) for num, column in pairs))
 
     def quick_per_s(self, mix: Mix) -> float:
         if self.simulate is None:
