@@ -24,7 +24,7 @@ from tessera.plan.batches import ROUNDS
 from tessera.plan.pricing.milp import GAP
 from tessera.plan.problem import Mix, build
 from tessera.plan.search.judge import Judge
-from tessera.plan.search.planners import PLANNERS, single_placement
+from tessera.plan.solve import PLANNERS, single_placement
 from tessera.plan.search.task import Task
 from tessera.plan.service import compared
 from tessera.planning import ServedSteps, make_service_plan

@@ -20,7 +20,6 @@ from tessera.ir import units
 from tessera.ir.graph import joined
 from tessera.plan.arrays import Floats, Ints, Labels
 from tessera.plan.problem import Problem
-from tessera.plan.spread import even_order
 
 FETCH = "fetch all that does not fit"
 FILL = 0.94
@@ -227,3 +226,9 @@ def _crossing_us(problem: Problem, group_of: Ints, card: int, host: int) -> Floa
     np.add.at(spent, group_of[values.producer], problem.transfer_us[:, host, card])
     np.add.at(spent, group_of[values.pin_node], problem.transfer_us[values.pin_value, card, host])
     return spent
+
+
+def even_order(num: int) -> list[int]:
+    """The first numbers of any count are spread evenly: bits reversed."""
+    bits = max(1, (num - 1).bit_length())
+    return [n for n in (int(f"{i:0{bits}b}"[::-1], 2) for i in range(1 << bits)) if n < num]

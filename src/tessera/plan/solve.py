@@ -1,8 +1,15 @@
 """solve: a plan for a work unit, its costs and a cluster.
 
-Planners propose candidates; the judge compares them by one figure: the plan's `simulated_per_s` and each
-baseline's `throughput_per_s`. The plan's `throughput_per_s` and `bound_per_s` are by busy time. For the
-throughput objective
+Planners propose candidates, tuples of mixes:
+
+    single-placement  one placement for all requests, by a mixed-integer program
+    throughput        see `search.local`
+    cost, energy      as throughput, also on sets of devices
+    latency           see `latency`
+
+and the coarse policies of `baselines`. The judge compares candidates by one figure: the plan's
+`simulated_per_s` and each baseline's `throughput_per_s`. The plan's `throughput_per_s` and `bound_per_s` are
+by busy time. For the throughput objective
 
     bound_per_s >= throughput_per_s >= simulated_per_s >= throughput_per_s of every baseline.
 
@@ -11,30 +18,64 @@ wins, then the one with fewer lanes and transfers. The latency objective compare
 requests. Plans for parts of the cluster, copied to all devices, are candidates too.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tessera import ir
-from tessera.errors import PlanInfeasible
+from tessera.errors import PlanInfeasible, check_known
+from tessera.plan import latency
+from tessera.plan.baselines import COARSE
 from tessera.plan.config import FULL, SearchConfig
-from tessera.plan.constraints import Constraint, check_constraints, compiled_launches
-from tessera.plan.host import FETCH, has_host, host_placements
+from tessera.plan.constraints import Constraint, check_constraints
 from tessera.plan.problem import Cells, Column, Mix, alike_devices, build, partitions, restricted
 from tessera.plan.search import objectives
 from tessera.plan.search.judge import Judge
-from tessera.plan.search.planners import PLANNERS, planner_named
+from tessera.plan.search.local import throughput_mixes
 from tessera.plan.search.task import Simulator, Task
-from tessera.plan.spread import Spread
 
-# By kernels; with few crossings, see `spread`.
-SINGLE_PLACEMENT, FEW_CROSSINGS = "single-placement", ("layer-pipeline", "attention-ffn")
-SERVED_PLANNERS = {"kernel-level": SINGLE_PLACEMENT}
-# Less is within the error of costs.
-FETCH_GAIN = 1.03
+Planner = Callable[[Task], tuple[Mix, ...] | None]
 MICROBATCHES_SHOWN = (1, 2, 4, 8, 16)
+
+
+def single_placement(task: Task) -> tuple[Mix, ...] | None:
+    columns = [m.columns[0] for m in task.coarse_mixes if len(m.columns) == 1]
+    from tessera.plan.pricing import milp  # slow to import
+
+    solved = milp.best_placement(task.problem, task.microbatches)
+    columns += [] if solved is None else [solved[0]]
+    mixes = [mix for c in columns if (mix := task.pool.held_by((c,))) is not None]
+    return (max(mixes, key=lambda m: m.rate_per_s),) if mixes else None
+
+
+def latency_mixes(task: Task) -> tuple[Mix, ...]:
+    prob, pool = task.problem, task.seeded
+    fits = lambda x: not pool.is_tight or pool.able(prob.column(x))  # noqa: E731
+    fastest = latency.solve(prob, pool.columns, fits, task.config)
+    mix = pool.held_by((prob.column(fastest.labels),))
+    assert mix is not None, "it was made to fit"
+    return (mix,)
+
+
+def _coarse_planner(name: str) -> Planner:
+    return lambda task: task.coarse[name]
+
+
+PLANNERS: dict[str, Planner] = {
+    **{name: _coarse_planner(name) for name in COARSE},
+    "throughput": throughput_mixes,
+    "cost": throughput_mixes,
+    "energy": throughput_mixes,
+    "single-placement": single_placement,
+    "latency": latency_mixes,
+}
+
+
+def planner_named(name: str) -> Planner:
+    check_known("policy", name, PLANNERS)
+    return PLANNERS[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,102 +139,6 @@ def baselines(
 
 def _coarse(judge: Judge) -> dict[str, Mix | None]:
     return {kind: judge.best(mixes) if mixes else None for kind, mixes in judge.task.coarse.items()}
-
-
-def place(
-    unit: ir.WorkUnit,
-    costs: tuple[ir.Costs, ...],
-    cluster: ir.Cluster,
-    policy: str,
-    microbatches: int,
-    config: SearchConfig = FULL,
-    rate: Simulator | None = None,
-    memory_share: float | None = None,
-) -> ir.Placement:
-    """One placement for all requests: by busy time, kernel by kernel also by simulated rate.
-
-    `memory_share` None: microbatches share state, which the caller counts.
-    """
-    problem = build(unit, costs, cluster, memory_share=memory_share or 1.0)
-    planner = SERVED_PLANNERS.get(policy, policy)
-    if planner == FETCH and not has_host(problem):
-        raise PlanInfeasible("weights are fetched to one GPU beside CPUs only")
-    if planner in (SINGLE_PLACEMENT, FETCH) and has_host(problem):
-        candidates = host_placements(problem, microbatches, planner == FETCH)
-        if len(candidates) == 1 or rate is None:
-            return candidates[0]
-        rates = [rate(lane_plan(unit, costs, cluster, x, microbatches, "")) for x in candidates]
-        return candidates[0 if FETCH_GAIN * rates[0] >= max(rates) else rates.index(max(rates))]
-
-    fewest = 1 if memory_share is None else microbatches
-    task = Task(problem, microbatches, is_served=True, policy=planner, config=config, fewest=fewest)
-
-    def placements_by(names: Sequence[str]) -> list[ir.Placement]:
-        options = [[m for m in planner_named(x)(task) or () if len(m.columns) == 1] for x in names]
-        best = [max(mixes, key=task.upper_bound_per_s) for mixes in options if mixes]
-        return [task.draft(mix).lanes[0].placement for mix in best]
-
-    is_judged = planner == SINGLE_PLACEMENT and rate is not None
-    placements = (is_judged and placements_by(FEW_CROSSINGS)) or placements_by([planner])
-    if not placements:
-        raise PlanInfeasible(f"the policy '{policy}' does not apply to this work or does not fit")
-    if planner != SINGLE_PLACEMENT or rate is None:
-        return placements[0]
-
-    alone = steps_alone(lane_plan(unit, costs, cluster, placements[0], microbatches, ""))
-
-    def step_rate(step: int, devices: tuple[int, ...]) -> float:
-        plan = alone[step]
-        return rate(replace(plan, lanes=(replace(plan.lanes[0], placement=ir.Placement((devices,))),)))
-
-    def fits(placement: ir.Placement) -> bool:
-        return task.pool.fits((problem.column(problem.labels(placement)),), fewest)
-
-    return Spread(unit, costs, step_rate, fits).best_of(placements)
-
-
-def steps_alone(plan: ir.Plan) -> list[ir.Plan]:
-    lane = plan.lanes[0]
-    each = zip(plan.graphs, plan.costs, lane.placement.devices, strict=True)
-    plans = []
-    for graph, costs, devices in each:
-        alone = replace(lane, placement=ir.Placement((devices,)))
-        plans.append(replace(plan, unit=ir.WorkUnit((graph,), (1,)), costs=(costs,), lanes=(alone,)))
-    return plans
-
-
-def lane_plan(
-    unit: ir.WorkUnit,
-    costs: tuple[ir.Costs, ...],
-    cluster: ir.Cluster,
-    placement: ir.Placement,
-    microbatches: int,
-    home: str,
-) -> ir.Plan:
-    """The rate is that of the busiest device."""
-    for graph, devices in zip(unit.graphs, placement.devices, strict=True):
-        if any(cluster.devices[d].is_cpu for d in {devices[n] for n in compiled_launches(graph.trace)}):
-            raise PlanInfeasible("compiled kernels run on GPUs only", "Add a GPU.")
-    each = zip(unit.counts, costs, placement.devices, strict=True)
-    busy_us = np.sum([count * np.array(cost.busy_us(devices)) for count, cost, devices in each], axis=0)
-    per_s = 1e6 / float(busy_us.max())
-    plan = ir.Plan(
-        unit=unit,
-        cluster=cluster,
-        costs=costs,
-        objective=ir.Objective.THROUGHPUT,
-        policy=SINGLE_PLACEMENT,
-        lanes=(ir.Lane(placement, per_s),),
-        microbatches=microbatches,
-        throughput_per_s=per_s,
-        simulated_per_s=per_s,
-        bound_per_s=per_s,
-        latency_us=float(busy_us.sum()),
-        lane_table=(0,),
-        home=home,
-    )
-    ir.verify(plan)
-    return plan
 
 
 def objective_figure(plan: ir.Plan, objective: ir.Objective) -> float:

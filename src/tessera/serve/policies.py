@@ -1,6 +1,6 @@
 """ServicePlanner: a service plan for every policy, over the same captured steps, rehearsed under the load.
 
-Groups over several devices are placed by `plan.solve.place`, which counts steps as often as a rehearsal runs
+Groups over several devices are placed by `plan.lanes.place`, which counts steps as often as a rehearsal runs
 them. A policy is planned even if it misses the load's limits. `latency` is for the least time of one request;
 `auto` has it beside the best where it is quicker.
 
@@ -23,8 +23,8 @@ from tessera.execute.lower import homes_of
 from tessera.execute.memory import check_fits, footprints, ready_programs
 from tessera.plan import fluid, search_config
 from tessera.plan.fluid import POLICIES as DRAFTED
+from tessera.plan.lanes import lane_plan, place
 from tessera.plan.service import plan_service
-from tessera.plan.solve import lane_plan, place
 from tessera.serve.records import COST_ERROR, Shape
 from tessera.serve.rehearse import rated, rehearse
 from tessera.simulate import SteadyRates
