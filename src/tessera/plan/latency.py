@@ -236,10 +236,11 @@ def search(course: Course, width: int, best_us: float) -> tuple[Ints, float] | N
     rows = _first(course)
     trail: list[tuple[Ints, Ints]] = []
     for launch in range(course.layout.num_launches):
-        rows, _, parent, device = (x[..., :width] for x in _next(course, launch, rows, best_us))
+        rows, _, parent, device = _next(course, launch, rows, best_us)
         if not len(device):
             return None
-        trail.append((parent, device))
+        rows = rows[:, :, :width]
+        trail.append((parent[:width], device[:width]))
     last = _last(course, rows)
     at = int(last.argmin())
     end_us = float(last[at])

@@ -197,7 +197,9 @@ def _copied(judge: Judge, parts: Sequence[Cells]) -> Mix | None:
     """None with fewer microbatches than cells."""
     task, problem = judge.task, judge.task.problem
     is_split = sum(len(cells) for cells in parts) > 1
-    lanes: list[tuple[Column, float, int]] = []
+    columns: list[Column] = []
+    rates: list[float] = []
+    counts: list[int] = []
     simulated, is_whole = 0.0, True
     for cells in parts:
         each = task.microbatches * len(cells[0]) // problem.num_devices if is_split else task.microbatches
@@ -208,15 +210,15 @@ def _copied(judge: Judge, parts: Sequence[Cells]) -> Mix | None:
             raise PlanInfeasible("the placement constraints leave a launch nowhere to run there")
         inner = Judge(replace(task, problem=part, microbatches=each, _spans={}))
         mix, _ = _chosen(inner, _coarse(inner), is_part=not is_split)
-        counts = inner.task.followers(mix)
-        is_whole &= all(counts)
+        followers = inner.task.followers(mix)
+        lanes = [lane for lane in zip(mix.columns, mix.shares, followers, strict=True) if lane[2]]
+        is_whole &= len(lanes) == len(followers)
         simulated += len(cells) * inner.rate_per_s(mix)
         for cell in cells:
-            rows = zip(mix.columns, mix.shares, counts, strict=True)
-            columns = ((problem.column(np.array(cell)[c.labels]), share, num) for c, share, num in rows)
-            lanes += [(column, share * mix.rate_per_s, num) for column, share, num in columns if num]
-    columns, rates, counts = zip(*lanes, strict=True)
-    mix = Mix(columns, tuple(rate / sum(rates) for rate in rates), counts)
+            columns += [problem.column(np.array(cell)[column.labels]) for column, _, _ in lanes]
+            rates += [share * mix.rate_per_s for _, share, _ in lanes]
+            counts += [num for _, _, num in lanes]
+    mix = Mix(tuple(columns), tuple(rate / sum(rates) for rate in rates), tuple(counts))
     if is_whole:
         judge.know(mix, min(simulated, mix.rate_per_s))
     return mix
