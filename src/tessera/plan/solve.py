@@ -7,7 +7,7 @@ Planners propose candidates, tuples of mixes:
     cost, energy      as throughput, also on sets of devices
     latency           see `latency`
 
-and the coarse policies of `baselines`. The judge compares candidates by one figure: the plan's
+and the coarse policies of `baselines`. The task compares candidates by one figure: the plan's
 `simulated_per_s` and each baseline's `throughput_per_s`. The plan's `throughput_per_s` and `bound_per_s` are
 by busy time. For the throughput objective
 
@@ -32,7 +32,6 @@ from tessera.plan.config import FULL, SearchConfig
 from tessera.plan.constraints import Constraint, check_constraints
 from tessera.plan.problem import Cells, Column, Mix, alike_devices, build, partitions, restricted
 from tessera.plan.search import objectives
-from tessera.plan.search.judge import Judge
 from tessera.plan.search.local import throughput_mixes
 from tessera.plan.search.task import Simulator, Task
 
@@ -109,17 +108,11 @@ def solve(
         raise PlanInfeasible(f"{most} requests in flight do no work", "Give at least one (--microbatches).")
     planner_named(config.planner)
     check_constraints(unit, config.constraints)
-    problem = build(unit, costs, cluster, config.constraints, config.memory_share)
-    is_served = config.is_served or unit.is_served
-
-    def task_of(num: int) -> Task:
-        return Task(problem, num, simulate, is_served, config.objective, config.planner, config.search)
-
-    task = task_of(most)
-    plans = [decide(Judge(task), config.shown_microbatches)]
+    task = _task(unit, costs, cluster, config, simulate)
+    plans = [decide(task, config.shown_microbatches)]
     if task.pool.is_tight and config.objective is not ir.Objective.LATENCY:
         fewer = [num for num in config.search.fewer_microbatches if num < most]
-        plans += [decide(Judge(task_of(num)), config.shown_microbatches) for num in fewer]
+        plans += [decide(replace(task, microbatches=num), config.shown_microbatches) for num in fewer]
     return max(plans, key=lambda plan: objective_figure(plan, config.objective))
 
 
@@ -130,15 +123,21 @@ def baselines(
     config: PlanConfig,
     simulate: Simulator | None = None,
 ) -> tuple[ir.Baseline, ...]:
+    return _task(unit, costs, cluster, config, simulate).baselines
+
+
+def _task(
+    unit: ir.WorkUnit,
+    costs: tuple[ir.Costs, ...],
+    cluster: ir.Cluster,
+    config: PlanConfig,
+    simulate: Simulator | None,
+) -> Task:
     problem = build(unit, costs, cluster, config.constraints, config.memory_share)
-    judge = Judge(
-        Task(problem, config.microbatches, simulate, config.is_served, config.objective, config=config.search)
+    is_served = config.is_served or unit.is_served
+    return Task(
+        problem, config.microbatches, simulate, is_served, config.objective, config.planner, config.search
     )
-    return tuple(judge.baseline(kind, mix) for kind, mix in _coarse(judge).items())
-
-
-def _coarse(judge: Judge) -> dict[str, Mix | None]:
-    return {kind: judge.best(mixes) if mixes else None for kind, mixes in judge.task.coarse.items()}
 
 
 def objective_figure(plan: ir.Plan, objective: ir.Objective) -> float:
@@ -151,33 +150,29 @@ def objective_figure(plan: ir.Plan, objective: ir.Objective) -> float:
     return plan.simulated_per_s
 
 
-def decide(judge: Judge, shown_microbatches: Sequence[int] = ()) -> ir.Plan:
+def decide(task: Task, shown_microbatches: Sequence[int] = ()) -> ir.Plan:
     """A named policy may be below the coarse ones."""
-    coarse = _coarse(judge)
-    chosen, rivals = _chosen(judge, coarse)
-    rated = tuple(judge.baseline(kind, mix) for kind, mix in coarse.items())
-    plan = judge.finished(chosen, rated, rivals, shown_microbatches)
+    chosen, rivals = _chosen(task)
+    plan = task.finished(chosen, rivals, shown_microbatches)
     ir.verify(plan)
     return plan
 
 
-def _chosen(judge: Judge, coarse: dict[str, Mix | None], is_part: bool = False) -> tuple[Mix, list[Mix]]:
+def _chosen(task: Task, is_part: bool = False) -> tuple[Mix, list[Mix]]:
     """(the best mix, all that it was compared with)."""
-    task = judge.task
+    floors = [m for m in task.best_coarse.values() if m is not None]
     mixes = planner_named(task.policy)(task)
     if not mixes:
         limits = " with these placement constraints" if task.problem.constraints else ""
         remedy = f"Use one of: {', '.join(sorted(x for x in PLANNERS if x != task.policy))}."
         raise PlanInfeasible(f"the policy '{task.policy}' does not apply to this work{limits}", remedy)
-    floors = [m for m in coarse.values() if m is not None]
-    floors += [] if is_part else _from_parts(judge)
+    floors += [] if is_part else _from_parts(task)
     is_free = task.policy == task.objective.value and task.objective is not ir.Objective.LATENCY
-    chosen = judge.lasting(lambda: judge.simplest(mixes, floors) if is_free else judge.best(mixes))
+    chosen = task.lasting(lambda: task.simplest(mixes, floors) if is_free else task.best(mixes))
     return chosen, [*floors, *mixes]
 
 
-def _from_parts(judge: Judge) -> list[Mix]:
-    task = judge.task
+def _from_parts(task: Task) -> list[Mix]:
     splits: Iterable[tuple[Cells, ...]] = ()
     if task.policy == task.objective.value:
         if task.objective in (ir.Objective.COST, ir.Objective.ENERGY):
@@ -187,15 +182,15 @@ def _from_parts(judge: Judge) -> list[Mix]:
     mixes = []
     for parts in splits:
         with suppress(PlanInfeasible):  # part too small
-            mix = _copied(judge, parts)
+            mix = _copied(task, parts)
             if mix is not None and task.pool.fits(mix.columns, mix.microbatches):
                 mixes.append(mix)
     return mixes
 
 
-def _copied(judge: Judge, parts: Sequence[Cells]) -> Mix | None:
+def _copied(task: Task, parts: Sequence[Cells]) -> Mix | None:
     """None with fewer microbatches than cells."""
-    task, problem = judge.task, judge.task.problem
+    problem = task.problem
     is_split = sum(len(cells) for cells in parts) > 1
     columns: list[Column] = []
     rates: list[float] = []
@@ -208,9 +203,9 @@ def _copied(judge: Judge, parts: Sequence[Cells]) -> Mix | None:
         part = restricted(problem, cells[0])
         if part is None:
             raise PlanInfeasible("the placement constraints leave a launch nowhere to run there")
-        inner = Judge(replace(task, problem=part, microbatches=each, _spans={}))
-        mix, _ = _chosen(inner, _coarse(inner), is_part=not is_split)
-        followers = inner.task.followers(mix)
+        inner = replace(task, problem=part, microbatches=each)
+        mix, _ = _chosen(inner, is_part=not is_split)
+        followers = inner.followers(mix)
         lanes = [lane for lane in zip(mix.columns, mix.shares, followers, strict=True) if lane[2]]
         is_whole &= len(lanes) == len(followers)
         simulated += len(cells) * inner.rate_per_s(mix)
@@ -220,7 +215,7 @@ def _copied(judge: Judge, parts: Sequence[Cells]) -> Mix | None:
             counts += [num for _, _, num in lanes]
     mix = Mix(tuple(columns), tuple(rate / sum(rates) for rate in rates), tuple(counts))
     if is_whole:
-        judge.know(mix, min(simulated, mix.rate_per_s))
+        task.know(mix, min(simulated, mix.rate_per_s))
     return mix
 
 
