@@ -29,7 +29,7 @@ from tessera.profile import fitted, table_files
 from tessera.profile.counts import OpClass, Work
 from tessera.profile.fitted import Array, Loads
 from tessera.profile.gpus import Gpu, gpu, known_gpus
-from tessera.profile.table_files import KINDS, Absent, Mask, Rows, TableCache, TableFile, Unusable
+from tessera.profile.table_files import KINDS, Absent, Arrays, Mask, Rows, TableCache, TableFile, Unusable
 
 if TYPE_CHECKING:
     from scipy.spatial import cKDTree
@@ -171,12 +171,13 @@ def _judged(root: Path, rows: Rows, surface: Surface, store: TableCache) -> tupl
     key = table_files.key_of(
         [rows.file.path, *(o.path for o in others)], "verdict", rows.file.op, rows.variant, _fitted()
     )
-    arrays = store.get(key)
-    if arrays is None:
+
+    def make() -> Arrays:
         ratios, spreads = _compared(rows, others, store)
         spread = float(np.median(spreads)) if spreads else fitted.usual_spread(rows.file.op)
-        arrays = {"errors": surface.errors(), "spread": np.array([spread]), "ratios": np.array(ratios)}
-        store.put(key, arrays)
+        return {"errors": surface.errors(), "spread": np.array([spread]), "ratios": np.array(ratios)}
+
+    arrays = store.find_or_make(key, make)
     return arrays["errors"], float(arrays["spread"][0]), [float(r) for r in arrays["ratios"]]
 
 
