@@ -253,7 +253,7 @@ class _Rent:
         for basket in self.sets:
             if len(self.choices) == NUM_ADVISED:
                 break
-            if cards.limit.upper_bound_per_s(basket.gpus) < load.needed_per_s:
+            if cards.limit.per_s(basket.gpus, rounds=1) < load.needed_per_s:
                 continue
             drafts: list[Option] = []
             with suppress(PlanInfeasible):

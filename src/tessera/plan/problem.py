@@ -25,6 +25,8 @@ from tessera.plan.arrays import Bools, Floats, Holdings, Ints, Labels, Temporari
 from tessera.plan.constraints import Constraint, allowed, layers_of
 
 MESSAGE_US = 1.0
+# Of price changes in `spread_us`.
+SPREAD_ROUNDS = 39
 
 MixKey = tuple[tuple[bytes, ...], tuple[float, ...], tuple[int, ...]]
 # Devices of each copy of a part.
@@ -292,11 +294,12 @@ def build(
     )
 
 
-def spread_us(load: Floats, rounds: int = 39) -> float:
+def spread_us(load: Floats, rounds: int = SPREAD_ROUNDS) -> float:
     """Lower bound of the busiest device's time over fractional assignments; load[row, device]."""
     # Any prices that sum to one prove a bound.
     num = load.shape[1]
-    prices = np.full(num, 1.0 / num)
+    prices = 1.0 / np.maximum(load.sum(axis=0), 1e-12)
+    prices /= prices.sum()
     best = 0.0
     for round_number in range(1, rounds + 1):
         priced = load * prices

@@ -350,6 +350,7 @@ def _version_key(path: Path) -> tuple[int, ...]:
 def key_of(paths: Iterable[Path], *words: str) -> str:
     digest = hashlib.sha256(repr((READER_VERSION, words)).encode())
     for path in paths:
-        stat = path.stat()
-        digest.update(repr((str(path), stat.st_size, stat.st_mtime_ns)).encode())
+        with suppress(OSError):  # reading reports a deleted file
+            stat = path.stat()
+            digest.update(repr((str(path), stat.st_size, stat.st_mtime_ns)).encode())
     return digest.hexdigest()[:32]
