@@ -16,6 +16,7 @@ import msgspec
 
 from tessera.ir.cluster import Cluster, Costs
 from tessera.ir.graph import Graph, WorkUnit
+from tessera.ir.units import total
 
 # Launches whose fetched weights a device holds at once.
 SLOTS = 3
@@ -134,9 +135,7 @@ class Plan:
 
     @property
     def usd_per_hour(self) -> float | None:
-        prices = [self.cluster.devices[d].usd_per_hour for d in self.used]
-        rents = [p for p in prices if p is not None]
-        return sum(rents) if len(rents) == len(prices) else None
+        return total(self.cluster.devices[d].usd_per_hour for d in self.used)
 
     @property
     def usd_per_1k_units(self) -> float | None:

@@ -14,6 +14,7 @@ from functools import partial
 
 from tessera import ir
 from tessera.errors import PlanInfeasible
+from tessera.ir.units import total
 from tessera.plan.comparison import Comparison, Option, times_text
 from tessera.plan.config import QUICK
 from tessera.plan.problem import Cells, build, cluster_of, costs_on, kinds_of, partitions
@@ -296,8 +297,7 @@ class BatchSearch:
 
 def together(options: Sequence[Option]) -> Option:
     """Rates, rents and powers of separate devices add up."""
-    rents = [o.usd_per_hour for o in options if o.usd_per_hour is not None]
-    watts = [o.joules_per_token * o.tokens_per_s for o in options if o.joules_per_token is not None]
+    watts = total(o.joules_per_token and o.joules_per_token * o.tokens_per_s for o in options)
     tokens_per_s = sum(o.tokens_per_s for o in options)
     return Option(
         "data-parallel",
@@ -306,8 +306,8 @@ def together(options: Sequence[Option]) -> Option:
         max(o.ttft_ms for o in options),
         {name: batch for o in options for name, batch in o.batch.items()},
         sum(o.microbatches for o in options),
-        sum(rents) if len(rents) == len(options) else None,
-        sum(watts) / tokens_per_s if len(watts) == len(options) else None,
+        total(o.usd_per_hour for o in options),
+        watts and watts / tokens_per_s,
     )
 
 

@@ -73,7 +73,7 @@ class ServicePlanner:
         chosen = self._planned(DRAFTED)
         try:
             latency = self.best(LATENCY)
-            rivals = (*(rival for rival in chosen.rivals if rival.policy != chosen.policy), _rival(latency))
+            rivals = (*(rival for rival in chosen.rivals if rival.policy != chosen.policy), latency.rival)
             chosen = replace(chosen, rivals=rivals)
             check_groups((*chosen.groups, *latency.groups))
         except (PlanInfeasible, DeviceMemoryError):
@@ -261,10 +261,5 @@ def check_groups(groups: Sequence[ir.Group]) -> None:
 
 
 def _merit(plan: ir.ServicePlan) -> tuple[bool, float]:
-    assert plan.expected is not None
-    return plan.expected.is_within(plan.load), plan.expected.tokens_per_s
-
-
-def _rival(plan: ir.ServicePlan) -> ir.Rival:
-    assert plan.expected is not None
-    return ir.Rival(plan.policy, tuple(group.size for group in plan.groups), plan.expected)
+    expected = plan.rival.expected
+    return expected.is_within(plan.load), expected.tokens_per_s
