@@ -10,7 +10,7 @@ before the step, each other one after the launch that used its place before.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import count
+from itertools import count, cycle, islice
 
 import msgspec
 
@@ -132,6 +132,14 @@ class Plan:
     @property
     def used(self) -> tuple[int, ...]:
         return tuple(sorted({d for x in self.lanes for step in x.placement.devices for d in step}))
+
+    @property
+    def followers(self) -> tuple[int, ...]:
+        """Microbatches of each lane; empty without a table."""
+        if not self.lane_table:
+            return ()
+        order = list(islice(cycle(self.lane_table), self.microbatches))
+        return tuple(map(order.count, range(len(self.lanes))))
 
     @property
     def usd_per_hour(self) -> float | None:
