@@ -123,8 +123,7 @@ class Corrections:
         ratios = self._ratios.get((work.op, work.dtype), [])
         if len(ratios) < MIN_RATIOS or cost.us <= 0:
             return cost
-        middle = median(ratios)
-        spread = median(abs(r - middle) for r in ratios) / middle
+        middle, spread = middle_and_spread(ratios)
         error = min(cost.rel_error, max(LEAST_ERROR, 1.5 * spread))
         text = f"times {middle:.2f}, as {len(ratios)} launches of its class measured on {self.gpu}"
         return _corrected(cost, cost.us * middle, error, text)
@@ -163,6 +162,12 @@ class Corrections:
         error = math.hypot(cost.rel_error * share, added * (1.0 - share)) if share < 1.0 else cost.rel_error
         scaled = f", at the SMs and clock of {spec.name}" if elsewhere else ""
         return _corrected(cost, us, error, f"{', '.join(present)} as measured on {self.gpu}{scaled}")
+
+
+def middle_and_spread(ratios: Sequence[float]) -> tuple[float, float]:
+    """Median, and median deviation relative to it."""
+    middle = median(ratios)
+    return middle, median(abs(ratio - middle) for ratio in ratios) / middle
 
 
 def _corrected(cost: Cost, us: float, rel_error: float, text: str) -> Cost:
