@@ -185,9 +185,9 @@ class Problem:
     def excess_bytes(self, columns: Iterable[Column], microbatches: int | Sequence[int]) -> Floats:
         """Weights count once. `microbatches`: per column, or one number for the largest."""
         fixed, each = self.footprints(columns)
-        is_one = isinstance(microbatches, int)
-        held = microbatches * each.max(axis=0) if is_one else np.asarray(microbatches) @ each
-        return np.asarray(fixed + held - self.memory_bytes)
+        if isinstance(microbatches, int):
+            return np.asarray(fixed + microbatches * each.max(axis=0) - self.memory_bytes)
+        return np.asarray(fixed + np.asarray(microbatches) @ each - self.memory_bytes)
 
     def footprints(self, columns: Iterable[Column]) -> tuple[Floats, Floats]:
         """(weights per device, [column, device] per request)."""

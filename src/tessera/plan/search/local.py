@@ -110,18 +110,12 @@ class Search:
                     self.look(held)
 
     def _team(self, mix: Mix) -> Counter[Column]:
-        """At most one lane per microbatch."""
-        columns = [self._canonical(c) for c in mix.columns]
+        """At most one lane per microbatch: those with the largest shares."""
         counts: Counter[Column] = Counter()
-        share: Counter[Column] = Counter()
-        for column, num, part in zip(
-            columns, microbatch_counts(mix, self.task.microbatches), mix.shares, strict=True
-        ):
-            counts[column] += num
-            share[column] += part  # type: ignore[assignment]
-        while sum(counts.values()) > self.task.microbatches:
-            counts -= Counter([min(counts, key=lambda c: share[c])])
-        return counts
+        lanes = zip(mix.shares, mix.columns, microbatch_counts(mix, self.task.microbatches), strict=True)
+        for _, column, num in sorted(lanes, key=lambda lane: -lane[0]):
+            counts[self._canonical(column)] += min(num, self.task.microbatches - counts.total())
+        return +counts
 
     def _canonical(self, column: Column) -> Column:
         return self._columns.setdefault(column.key, column)
