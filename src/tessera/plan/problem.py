@@ -25,7 +25,7 @@ from tessera.plan.arrays import Bools, Floats, Holdings, Ints, Labels, Temporari
 from tessera.plan.constraints import Constraint, allowed, layers_of
 
 MESSAGE_US = 1.0
-# Of price changes in `spread_us`.
+# Price changes in `spread_us`.
 SPREAD_ROUNDS = 39
 
 MixKey = tuple[tuple[bytes, ...], tuple[float, ...], tuple[int, ...]]

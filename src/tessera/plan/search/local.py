@@ -111,10 +111,12 @@ class Search:
 
     def _team(self, mix: Mix) -> Counter[Column]:
         """At most one lane per microbatch: those with the largest shares."""
-        counts: Counter[Column] = Counter()
-        lanes = zip(mix.shares, mix.columns, microbatch_counts(mix, self.task.microbatches), strict=True)
+        columns, left = [self._canonical(c) for c in mix.columns], self.task.microbatches
+        counts = Counter(dict.fromkeys(columns, 0))
+        lanes = zip(mix.shares, columns, microbatch_counts(mix, left), strict=True)
         for _, column, num in sorted(lanes, key=lambda lane: -lane[0]):
-            counts[self._canonical(column)] += min(num, self.task.microbatches - counts.total())
+            counts[column] += min(num, left)
+            left -= min(num, left)
         return +counts
 
     def _canonical(self, column: Column) -> Column:
