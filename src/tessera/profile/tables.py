@@ -215,25 +215,20 @@ def impossible(us: Array, loads: tuple[Loads, ...], peaks: fitted.Peaks) -> npt.
 
 
 def _check_growth(rows: Rows) -> None:
-    exponents = _exponents(rows)
-    if len(exponents) >= 5 and (grows := float(np.median(exponents))) < MIN_EXPONENT:
-        power = f"to the power of {grows:.1f} where it must be about 2"
-        raise Unusable(f"its attention grows with the length {power}")
-
-
-def _exponents(rows: Rows) -> list[float]:
     c = rows.columns
-    long = np.flatnonzero((c["isl"] >= LONG_PROMPT) & (c["step"] == 0))
     curves: dict[tuple[float, ...], list[tuple[float, float]]] = {}
-    for i in long:
+    for i in np.flatnonzero((c["isl"] >= LONG_PROMPT) & (c["step"] == 0)):
         key = (c["batch_size"][i], c["num_heads"][i], c["num_key_value_heads"][i])
         curves.setdefault(key, []).append((float(c["isl"][i]), float(rows.us[i])))
-    return [
+    exponents = [
         float(np.log(b_us / a_us) / np.log(b / a))
         for points in curves.values()
         for (a, a_us), (b, b_us) in pairwise(sorted(points))
         if b > a
     ]
+    if len(exponents) >= 5 and (grows := float(np.median(exponents))) < MIN_EXPONENT:
+        power = f"to the power of {grows:.1f} where it must be about 2"
+        raise Unusable(f"its attention grows with the length {power}")
 
 
 def log_ratios(rows: Rows, other: Rows) -> Array:
