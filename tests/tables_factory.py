@@ -83,4 +83,4 @@ def write_table(
 
 def made_tables(root: Path, cache: Path | None = None) -> Tables:
     """The tables of a hand-made folder."""
-    return Tables(root, TableCache(cache))
+    return Tables(root, TableCache(cache or root / "cache"))

@@ -23,10 +23,9 @@ from tessera.plan import Comparison, Option, PlanConfig, search_config
 from tessera.plan.batches import ROUNDS
 from tessera.plan.pricing.milp import GAP
 from tessera.plan.problem import Mix, build
-from tessera.plan.search.judge import Judge
-from tessera.plan.search.planners import PLANNERS, single_placement
 from tessera.plan.search.task import Task
 from tessera.plan.service import compared
+from tessera.plan.solve import PLANNERS, single_placement
 from tessera.planning import ServedSteps, make_service_plan
 from tessera.serve.rehearse import rehearse
 from tessera.simulate import SteadyRates
@@ -159,7 +158,7 @@ class _Others:
         if not mixes:
             return None
         mix = mixes[0]
-        per_s = Judge(task).rate_per_s(mix)
+        per_s = task.rate_per_s(mix)
         results = batch * max(1, load.target.output_tokens) / load.per_result
         ms = 1e3 * microbatches / per_s / max(1, load.target.output_tokens)
         if load.limit_ms is not None and ms > load.limit_ms:

@@ -31,10 +31,10 @@ from tessera.kernels import PAGE, is_paged
 from tessera.plan import FULL, QUICK, DeviceMemory, SearchConfig, fluid
 from tessera.plan.arrays import Floats, temporaries_of
 from tessera.plan.constraints import attention_launches, compiled_launches
+from tessera.plan.lanes import lane_plan, place, steps_alone
 from tessera.plan.problem import cluster_of, costs_on
 from tessera.plan.search import objectives
 from tessera.plan.service import Rehearse, drafted, plan_service
-from tessera.plan.solve import lane_plan, place, steps_alone
 from tessera.profile import works
 from tessera.profile.measured import combine
 from tessera.simulate import SteadyRates

@@ -18,7 +18,7 @@ from tessera.advise.raters import Advance, Rater, rater_of
 from tessera.advise.records import Advice, Candidate, Market, ModelLoad, Regime, RentedLoad
 from tessera.errors import PlanInfeasible, TesseraError
 from tessera.ir import Cluster, Load, Plan, ServicePlan
-from tessera.ir.units import digits
+from tessera.ir.units import digits, total
 from tessera.plan import Comparison, Option
 from tessera.plan.comparison import times_text
 from tessera.plan.rent import Basket, Limit, Offer, baskets
@@ -146,10 +146,10 @@ def _error(plan: ServicePlan | Plan) -> float:
 def _use(cards: RatedCards) -> tuple[Advice, tuple[Planned, ...]]:
     market, load = cards.market, cards.load
     prices = [dict(market.prices_of(gpu(name))) for name in cards.have]
-    cheapest = [min(p.values(), default=None) for p in prices]
-    rents = [p.get(market.provider) for p in prices] if market.provider else cheapest
-    usd = 0.0 if None in rents else sum(rent or 0.0 for rent in rents)
-    basket = Basket(cards.have, market.provider, usd)
+    rents = (
+        p.get(market.provider, None if market.provider else min(p.values(), default=None)) for p in prices
+    )
+    basket = Basket(cards.have, market.provider, total(rents) or 0.0)
     cluster = market.cluster(basket)
     plan, comparison = cards.rater.plan(cluster)
     error = _error(plan)
@@ -253,7 +253,7 @@ class _Rent:
         for basket in self.sets:
             if len(self.choices) == NUM_ADVISED:
                 break
-            if cards.limit.upper_bound_per_s(basket.gpus) < load.needed_per_s:
+            if cards.limit.per_s(basket.gpus, rounds=1) < load.needed_per_s:
                 continue
             drafts: list[Option] = []
             with suppress(PlanInfeasible):

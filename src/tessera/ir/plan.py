@@ -10,12 +10,13 @@ before the step, each other one after the launch that used its place before.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import count
+from itertools import count, cycle, islice
 
 import msgspec
 
 from tessera.ir.cluster import Cluster, Costs
 from tessera.ir.graph import Graph, WorkUnit
+from tessera.ir.units import total
 
 # Launches whose fetched weights a device holds at once.
 SLOTS = 3
@@ -133,10 +134,16 @@ class Plan:
         return tuple(sorted({d for x in self.lanes for step in x.placement.devices for d in step}))
 
     @property
+    def followers(self) -> tuple[int, ...]:
+        """Microbatches of each lane; empty without a table."""
+        if not self.lane_table:
+            return ()
+        order = list(islice(cycle(self.lane_table), self.microbatches))
+        return tuple(map(order.count, range(len(self.lanes))))
+
+    @property
     def usd_per_hour(self) -> float | None:
-        prices = [self.cluster.devices[d].usd_per_hour for d in self.used]
-        rents = [p for p in prices if p is not None]
-        return sum(rents) if len(rents) == len(prices) else None
+        return total(self.cluster.devices[d].usd_per_hour for d in self.used)
 
     @property
     def usd_per_1k_units(self) -> float | None:

@@ -132,6 +132,12 @@ class ServicePlan:
         return self.groups[0].plan.cluster
 
     @property
+    def rival(self) -> Rival:
+        """The plan as others are compared with it."""
+        assert self.expected is not None, "it was rehearsed"
+        return Rival(self.policy, tuple(group.size for group in self.groups), self.expected)
+
+    @property
     def plans(self) -> tuple[Plan, ...]:
         return tuple(group.plan for group in self.groups)
 

@@ -1,5 +1,7 @@
 """Numbers for people: three significant digits and a unit; bytes are decimal."""
 
+from collections.abc import Iterable
+
 STEP = 1000.0
 
 
@@ -47,3 +49,10 @@ def percent(fraction: float) -> str:
 
 def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def total(values: Iterable[float | None]) -> float | None:
+    """None if one is unnumbers."""
+    listed = list(values)
+    numbers = [value for value in listed if value is not None]
+    return sum(numbers) if len(numbers) == len(listed) else None

@@ -6,9 +6,8 @@ from tessera.plan.comparison import Comparison, Option
 from tessera.plan.config import EFFORTS, FULL, QUICK, SearchConfig, search_config
 from tessera.plan.constraints import Constraint, parse_constraint
 from tessera.plan.explain import DeviceMemory, Explanation, explain, latency_bound_us
-from tessera.plan.search.planners import PLANNERS
 from tessera.plan.search.task import Simulator
-from tessera.plan.solve import PlanConfig, solve
+from tessera.plan.solve import PLANNERS, PlanConfig, solve
 
 __all__ = [
     "BATCHES", "EFFORTS", "FULL", "PLANNERS", "QUICK", "Comparison", "Constraint", "DeviceMemory",

@@ -6,7 +6,7 @@ microbatches may peak at once. Not counted: workspace inside kernels, fragmentat
 memory.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -107,25 +107,15 @@ def link_rows(cluster: ir.Cluster) -> Ints:
 
 
 def values_of(unit: ir.WorkUnit, node_of: tuple[Ints, ...]) -> Values:
-    producer: list[int] = []
-    num_bytes: list[int] = []
-    runs: list[int] = []
-    pin_value: list[int] = []
-    pin_node: list[int] = []
-    for node, size, count, readers in (*_flows(unit, node_of), *_migrations(unit, node_of)):
-        if readers:
-            pin_value += [len(producer)] * len(readers)
-            pin_node += readers
-            producer.append(node)
-            num_bytes.append(size)
-            runs.append(count)
-    return Values(
-        np.array(producer, dtype=np.int64),
-        np.array(num_bytes, dtype=np.float64),
-        np.array(runs, dtype=np.float64),
-        np.array(pin_value, dtype=np.int64),
-        np.array(pin_node, dtype=np.int64),
-    )
+    flows = [flow for flow in (*_flows(unit, node_of), *_migrations(unit, node_of)) if flow[-1]]
+    table = np.array([flow[:-1] for flow in flows], dtype=np.int64).reshape(-1, 3)
+    pins = _pairs((value, node) for value, (*_, readers) in enumerate(flows) for node in readers)
+    return Values(table[:, 0].copy(), table[:, 1].astype(np.float64), table[:, 2].astype(np.float64), *pins)
+
+
+def _pairs(pairs: Iterable[tuple[int, int]]) -> tuple[Ints, Ints]:
+    rows = np.array(list(pairs), dtype=np.int64).reshape(-1, 2)
+    return rows[:, 0].copy(), rows[:, 1].copy()
 
 
 def _flows(unit: ir.WorkUnit, node_of: tuple[Ints, ...]) -> Iterator[Flow]:
@@ -189,8 +179,7 @@ def holdings_of(unit: ir.WorkUnit, node_of: tuple[Ints, ...], kind: ir.BufferKin
             names.append(f"{name} from {below}" if below else name)
             sizes.append(size - below)
             below = size
-    rows = np.array(pins, dtype=np.int64).reshape(-1, 2)
-    return Holdings(np.array(sizes, dtype=np.float64), rows[:, 0].copy(), rows[:, 1].copy(), tuple(names))
+    return Holdings(np.array(sizes, dtype=np.float64), *_pairs(pins), tuple(names))
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,20 +218,18 @@ class Temporaries:
 def temporaries_of(graph: ir.Graph, node_of: Ints) -> Temporaries:
     buffers = graph.trace.buffers
     counted = [b.kind in TRANSIENT for b in buffers]
-    touches = [
-        (launch, access.buffer)
+    touches = _pairs(
+        (access.buffer, launch)
         for launch, x in enumerate(graph.trace.launches)
         for access in x.accesses
         if counted[access.buffer]
-    ]
-    rows = np.array(touches, dtype=np.int64).reshape(-1, 2)
+    )
     return Temporaries(
         node_of,
         np.array([b.size_bytes for b in buffers], dtype=np.float64),
         np.array([b.kind is ir.BufferKind.INPUT for b in buffers], dtype=np.bool_),
         np.array([b.kind is ir.BufferKind.OUTPUT for b in buffers], dtype=np.bool_),
-        rows[:, 1].copy(),
-        rows[:, 0].copy(),
+        *touches,
     )
 
 

@@ -4,22 +4,22 @@ These are decodes or prefills alone, images, encoders, and models that read one 
 Batches are planned with little effort until memory is exhausted, then ever nearer to the best, for every
 number of microbatches in flight; the best point within the limits is planned in full. Each coarse policy gets
 its own best point. Times follow Little's law: n microbatches at r work units per second take n / r each.
-Equal cells (one H20 and one L40S of eight each) are searched as one cell, whose plan is copied, unless it is
-too small.
+Equal cells (one H20 and one L40S of eight each) are searched as one cell, unless it is too small; the whole
+is planned at its batch, with copies of the cell's plan as candidates.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
 
 from tessera import ir
 from tessera.errors import PlanInfeasible
+from tessera.ir.units import total
 from tessera.plan.comparison import Comparison, Option, times_text
 from tessera.plan.config import QUICK
 from tessera.plan.problem import Cells, build, cluster_of, costs_on, kinds_of, partitions
 from tessera.plan.search.task import Simulator
-from tessera.plan.solve import PlanConfig, baselines, side_by_side, solve
+from tessera.plan.solve import PlanConfig, baselines, solve
 
 # First batches, and factors around the best one by round.
 BATCHES = tuple(2 * 4**n for n in range(6))
@@ -53,7 +53,6 @@ PricedUnit = tuple[ir.WorkUnit, tuple[ir.Costs, ...]]
 # Whether the limits are kept; the objective's figure, or how near the limits are.
 Merit = tuple[bool, float]
 NOTHING: Merit = (False, float("-inf"))
-Record = TypeVar("Record", ir.Robust, ir.Baseline, Option)
 
 
 def best_batch(
@@ -141,25 +140,19 @@ class BatchSearch:
             plan, comparison = part.best(batches, [depth // len(cells) for depth in depths])
         except PlanInfeasible:
             return None
-        whole, copies = build(*self.unit_at(plan.batch), self.cluster), len(cells)
-        copied = replace(
-            side_by_side(whole, [(plan, cells)]),
-            bound_per_s=copies * plan.bound_per_s,
-            robust=plan.robust and _scaled(plan.robust, copies, "p10_per_s", "p50_per_s", "p90_per_s"),
-            baselines=tuple(
-                b if b.name == "single" else _scaled(b, copies, "throughput_per_s", "microbatches")
-                for b in plan.baselines
-            ),
-        )
+        copied = self._plan(plan.batch, len(cells) * plan.microbatches, config)  # copies are a candidate
         others = tuple(o if o.policy == "single" else self._copied(o, cells) for o in comparison.baselines)
         return copied, Comparison(copied.policy, self.option(copied), others, config.objective)
 
     def _copied(self, option: Option, cells: Cells) -> Option:
         names = self.cluster.names
         first = [option.batch.get(names[device]) for device in cells[0]]
-        batch = {names[d]: num for cell in cells for d, num in zip(cell, first, strict=True) if num}
         return replace(
-            _scaled(option, len(cells), "tokens_per_s", "microbatches", "usd_per_hour"), batch=batch
+            option,
+            tokens_per_s=len(cells) * option.tokens_per_s,
+            microbatches=len(cells) * option.microbatches,
+            usd_per_hour=option.usd_per_hour and len(cells) * option.usd_per_hour,
+            batch={names[d]: num for cell in cells for d, num in zip(cell, first, strict=True) if num},
         )
 
     def _plan_merit(self, depth: int, tried_depth: int, batch: int) -> Merit:
@@ -304,8 +297,7 @@ class BatchSearch:
 
 def together(options: Sequence[Option]) -> Option:
     """Rates, rents and powers of separate devices add up."""
-    rents = [o.usd_per_hour for o in options if o.usd_per_hour is not None]
-    watts = [o.joules_per_token * o.tokens_per_s for o in options if o.joules_per_token is not None]
+    watts = total(o.joules_per_token and o.joules_per_token * o.tokens_per_s for o in options)
     tokens_per_s = sum(o.tokens_per_s for o in options)
     return Option(
         "data-parallel",
@@ -314,14 +306,9 @@ def together(options: Sequence[Option]) -> Option:
         max(o.ttft_ms for o in options),
         {name: batch for o in options for name, batch in o.batch.items()},
         sum(o.microbatches for o in options),
-        sum(rents) if len(rents) == len(options) else None,
-        sum(watts) / tokens_per_s if len(watts) == len(options) else None,
+        total(o.usd_per_hour for o in options),
+        watts and watts / tokens_per_s,
     )
-
-
-def _scaled(record: Record, num: int, *names: str) -> Record:
-    figures = {name: getattr(record, name) for name in names}
-    return replace(record, **{name: num * value for name, value in figures.items() if value})
 
 
 def _even(batch: float) -> int:

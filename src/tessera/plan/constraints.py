@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -125,10 +126,8 @@ def _check(
 
 
 def _matches(unit: ir.WorkUnit, pattern: str) -> tuple[Bools, ...]:
-    if pattern == "attention":
-        marks = attention_launches(unit)
-        if marks is not None:
-            return marks
+    if pattern == "attention" and (marks := attention_launches(unit)) is not None:
+        return marks
     return tuple(
         np.array([_is_match(pattern, g.trace, i) for i in range(len(g.trace.launches))], dtype=np.bool_)
         for g in unit.graphs
@@ -156,10 +155,9 @@ def _short(name: str) -> str:
 def attention_launches(unit: ir.WorkUnit) -> tuple[npt.NDArray[np.bool_], ...] | None:
     """[step][launch]; None if all or none are."""
     scopes = {path for graph in unit.graphs for path in _attention_scopes(graph.trace)}
-    outer = {path[:n] for path in scopes for n in range(len(path))}
-    inner = scopes - outer
+    inner = scopes - {path[:n] for path in scopes for n in range(len(path))}
     marks = tuple(
-        np.array([_inside(_path(x.scope), inner) for x in g.trace.launches], dtype=np.bool_)
+        np.array([not inner.isdisjoint(_parents(x.scope)) for x in g.trace.launches], dtype=np.bool_)
         for g in unit.graphs
     )
     num = sum(int(m.sum()) for m in marks)
@@ -186,14 +184,15 @@ def _path(scope: str) -> Path:
     return tuple(scope.split(".")) if scope else ()
 
 
-def _inside(path: Path, scopes: set[Path]) -> bool:
-    return any(path[:n] in scopes for n in range(1, len(path) + 1))
+def _parents(scope: str) -> list[Path]:
+    """With the scope itself."""
+    path = _path(scope)
+    return [path[:n] for n in range(1, len(path) + 1)]
 
 
 def _layer(scope: str) -> Path | None:
     path = _path(scope)
-    at = next((i for i, part in enumerate(path) if part.isdigit()), None)
-    return None if at is None else path[: at + 1]
+    return next((path[: at + 1] for at, part in enumerate(path) if part.isdigit()), None)
 
 
 def _attention_scopes(trace: ir.Trace) -> set[Path]:
@@ -207,13 +206,10 @@ def _attention_scopes(trace: ir.Trace) -> set[Path]:
         if any(word in name for word in ATTENTION_KERNELS):
             paths.add(_path(launch.scope))
     paths |= {_common(scopes) for scopes in touching.values()}
-    return {path for path in paths if path}
+    return paths - {()}
 
 
 def _common(scopes: Iterable[str]) -> Path:
-    paths = sorted(_path(s) for s in scopes)
-    first, last = paths[0], paths[-1]
-    same = 0
-    while same < min(len(first), len(last)) and first[same] == last[same]:
-        same += 1
-    return first[:same]
+    """The longest path that all scopes begin with."""
+    parts = zip(*map(_path, scopes), strict=False)
+    return tuple(one for one, *_ in takewhile(lambda part: len({*part}) == 1, parts))

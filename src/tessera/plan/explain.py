@@ -253,9 +253,8 @@ def _verdict(plan: ir.Plan, gains: tuple[Gain, ...], busiest: Usage, error: floa
 def _remarks(plan: ir.Plan) -> Iterator[str]:
     below = 1.0 - plan.simulated_per_s / plan.bound_per_s
     yield f"The simulated rate is {below:.1%} below the bound that no mix of placements exceeds."
-    if plan.lane_table and len(plan.lanes) > 1:
-        order = [plan.lane_table[n % len(plan.lane_table)] for n in range(plan.microbatches)]
-        held = ", ".join(f"{order.count(n)}" for n in range(len(plan.lanes)))
+    if plan.followers and len(plan.lanes) > 1:
+        held = ", ".join(map(str, plan.followers))
         loss = f"{plan.rounding_loss:.2%} of the rate (simulated)"
         yield f"Microbatches that follow each lane: {held}; rounding to whole ones costs {loss}."
     if plan.by_microbatches:
@@ -281,32 +280,29 @@ def _ms(us: float) -> str:
 
 
 def reasons(problem: Problem, mix: Mix, kernels: dict[tuple[str, str], Labels]) -> tuple[Reason, ...]:
-    if problem.num_devices < 2:
-        return ()
     main = int(np.argmax(mix.shares))
     candidates = (_reason(problem, mix, main, name, nodes) for name, nodes in kernels.items())
     return tuple(r for r in candidates if r is not None)[:MAX_REASONS]
 
 
 def _reason(problem: Problem, mix: Mix, main: int, name: tuple[str, str], nodes: Labels) -> Reason | None:
+    """None where constraints, or a single device, leave no alternative."""
     column = mix.columns[main]
     placed = column.labels[nodes]
     device = int(np.bincount(placed, minlength=problem.num_devices).argmax())
     moved = nodes[placed == device]
     options = []
-    for other in range(problem.num_devices):
-        if other != device:
-            labels = column.labels.copy()
-            labels[moved] = other
-            if problem.is_allowed(labels):
-                options.append((_period(mix, main, problem.column(labels)), other))
+    for other in {*range(problem.num_devices)} - {device}:
+        labels = column.labels.copy()
+        labels[moved] = other
+        if problem.is_allowed(labels):
+            moved_column = problem.column(labels)
+            options.append((_period(mix, main, moved_column), other, moved_column.path_us))
     if not options:
         return None
-    period, other = min(options)
-    labels = column.labels.copy()
-    labels[moved] = other
+    period, other, path_us = min(options)
     here_us, there_us = (float(problem.load_us[moved, d].sum()) for d in (device, other))
-    added = problem.column(labels).path_us - column.path_us - (there_us - here_us)
+    added = path_us - column.path_us - (there_us - here_us)
     names = problem.cluster.names
     return Reason(*name, names[device], names[other], here_us, there_us, added, period)
 

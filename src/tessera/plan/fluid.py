@@ -240,13 +240,11 @@ class FluidModel:
 
     def _drafts(self, policy: str) -> list[ServiceDraft]:
         if policy not in self._by_policy:
-            if policy in (SINGLE, DATA_PARALLEL):
-                drafts = self._replicas(policy)
-            elif policy in (PREFILL_DECODE, FRACTIONAL):
-                drafts = self._split(policy)
-            else:
-                drafts = self._divided(policy)
-            self._by_policy[policy] = list(drafts)
+            make = {
+                SINGLE: self._replicas, DATA_PARALLEL: self._replicas,
+                PREFILL_DECODE: self._split, FRACTIONAL: self._split,
+            }.get(policy, self._divided)  # fmt: skip
+            self._by_policy[policy] = list(make(policy))
         return self._by_policy[policy]
 
     @cached_property
@@ -268,19 +266,18 @@ class FluidModel:
     def _answering(self, tokens: int) -> float:
         return tokens * self.answers / (self.answers + self.load.prompt_tokens)
 
-    def _times(
-        self, group: GroupDraft, tokens: int, step_us: float, every: int = 1
-    ) -> tuple[float, float, float]:
-        """(requests per second, ms per token, ms to the first token)."""
+    def _timed(
+        self, policy: str, group: GroupDraft, tokens: int, step_us: float, every: int = 1
+    ) -> ServiceDraft:
         answering = self._answering(tokens)
         read = (group.sizes[-1] - answering) / every / self.load.prompt_tokens
         per_s = min(tokens / (self.answers + self.load.prompt_tokens), read) * 1e6 / step_us
         tpot_ms = group.microbatches * step_us * 1e-3
         chunk = max(1.0, tokens - answering)
         reading = max(0.5 * every, self.load.prompt_tokens / chunk)
-        return per_s, tpot_ms, tpot_ms * reading
+        return self._draft(policy, [group], per_s, tpot_ms, tpot_ms * reading)
 
-    def _alone(self, device: int, policy: str) -> Iterator[tuple[GroupDraft, float, float, float]]:
+    def _alone(self, device: int, policy: str) -> Iterator[ServiceDraft]:
         for tokens, every in product(self.step_tokens, self.config.every):
             group = self._mixed((device,), tokens, every=every)
             largest = group.sizes[-1]
@@ -293,33 +290,33 @@ class FluidModel:
             if every > 1:
                 plain = self.price(group.sizes[0], group.sequences, group.length)
                 step_us = step_us / every + plain.total_us(device) * (1.0 - 1.0 / every)
-            yield group, *self._times(group, tokens, step_us, every)
+            yield self._timed(policy, group, tokens, step_us, every)
 
     def _replicas(self, policy: str) -> Iterator[ServiceDraft]:
         """A group per device; for each time per token of some device, the best groups within it."""
         each = {kind: list(self._alone(kind[0], policy)) for kind in self.kinds}
+        rows = list(chain(*each.values()))
         if policy == SINGLE:
-            for options in each.values():
-                for group, per_s, tpot_ms, ttft_ms in options:
-                    yield self._draft(policy, [group], per_s, tpot_ms, ttft_ms)
+            yield from rows
             return
         if sum(map(len, self.kinds)) < 2:
             return
-        rows = [row for options in each.values() for row in options]
-        firsts = sorted({row[3] for row in rows}) if self.load.ttft_ms is not None else [math.inf]
-        for limit, first in product(sorted({row[2] for row in rows}), firsts):
-            groups: list[GroupDraft] = []
-            per_s = tpot_ms = ttft_ms = 0.0
-            for kind, options in each.items():
-                within = [row for row in options if row[2] <= limit and row[3] <= first]
-                if not within:
-                    break
-                group, rate, tpot, ttft = max(within, key=lambda row: row[1])
-                groups += [replace(group, devices=(device,)) for device in kind]
-                per_s += rate * len(kind)
-                tpot_ms, ttft_ms = max(tpot_ms, tpot), max(ttft_ms, ttft)
-            else:
-                yield self._draft(policy, groups, per_s, tpot_ms, ttft_ms)
+        firsts = sorted({row.ttft_ms for row in rows}) if self.load.ttft_ms is not None else [math.inf]
+        for limit, first in product(sorted({row.tpot_ms for row in rows}), firsts):
+            within = [
+                [x for x in kind if x.tpot_ms <= limit and x.ttft_ms <= first] for kind in each.values()
+            ]
+            if not all(within):
+                continue
+            best = [max(kind, key=lambda row: row.tokens_per_s) for kind in within]
+            pairs = list(zip(best, each, strict=True))
+            yield ServiceDraft(
+                policy,
+                tuple(replace(row.groups[0], devices=(device,)) for row, kind in pairs for device in kind),
+                sum(row.tokens_per_s * len(kind) for row, kind in pairs),
+                max(row.tpot_ms for row in best),
+                max(row.ttft_ms for row in best),
+            )
 
     def _draft(
         self, policy: str, groups: Sequence[GroupDraft], per_s: float, tpot_ms: float, ttft_ms: float
@@ -445,7 +442,7 @@ class FluidModel:
             price = self.price(tokens, group.sequences, group.length)
             times = (self._host_us if self.has_host else self._lane_us)(policy, price, group)
             if (step_us := min(times, default=None)) is not None:
-                yield self._draft(policy, [group], *self._times(group, tokens, step_us))
+                yield self._timed(policy, group, tokens, step_us)
 
     def _lane_us(self, policy: str, price: StepPrice, group: GroupDraft) -> Iterator[float]:
         model, num = self.model, len(self.used)
@@ -555,11 +552,11 @@ class CapturedModel(FluidModel):
         tokens = self.sequences * (self.answers + self.load.prompt_tokens) / max(1, self.answers)
         return round(min(tokens, self.sizes[-1]))
 
-    def _alone(self, device: int, policy: str) -> Iterator[tuple[GroupDraft, float, float, float]]:
+    def _alone(self, device: int, policy: str) -> Iterator[ServiceDraft]:
         group = self._group(Role.MIXED, (device,), self.microbatches if policy == SINGLE else self._each)
         tokens = self._mean_tokens
         step_us = self.price(tokens, self.sequences, self.length).total_us(device)
-        yield group, *self._times(group, tokens, step_us)
+        yield self._timed(policy, group, tokens, step_us)
 
     def _seats(self, device: int, policy: str) -> Iterator[_Seat]:
         plain, mixed = (
@@ -582,8 +579,7 @@ class CapturedModel(FluidModel):
         group = self._group(Role.MIXED, self.used, max(least, self.microbatches))
         price = self.price(self._mean_tokens, self.sequences, self.length)
         step_us = _together_us(price, self.used) / self.config.efficiency
-        times = self._times(group, self._mean_tokens, step_us)
-        yield self._draft(policy, [group], *times)
+        yield self._timed(policy, group, self._mean_tokens, step_us)
 
 
 def _together_us(price: StepPrice, devices: Sequence[int]) -> float:

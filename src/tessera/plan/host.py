@@ -10,7 +10,8 @@ host per byte, evenly over the step. The link works while the devices compute, s
 both. A simulation chooses among several shares of fetched weights. Not handled: several GPUs.
 """
 
-from collections import Counter
+from bisect import bisect_left
+from collections import Counter, defaultdict
 
 import numpy as np
 
@@ -20,7 +21,6 @@ from tessera.ir import units
 from tessera.ir.graph import joined
 from tessera.plan.arrays import Floats, Ints, Labels
 from tessera.plan.problem import Problem
-from tessera.plan.spread import even_order
 
 FETCH = "fetch all that does not fit"
 FILL = 0.94
@@ -75,12 +75,9 @@ class _Moves:
         return ir.Placement(placed.devices, tuple((weights.names[n], self._host) for n in items.tolist()))
 
     def needed(self, share: float) -> int:
-        low, high = 0, len(self._order)
-        while low < high:
-            middle = (low + high) // 2
-            is_enough = self.excess(middle, share)[self._card] <= 0
-            low, high = (low, middle) if is_enough else (middle + 1, high)
-        return low
+        """Groups on the host until the GPU's memory suffices."""
+        is_enough = lambda num: self.excess(num, share)[self._card] <= 0  # noqa: E731
+        return bisect_left(range(len(self._order)), True, key=is_enough)
 
     @property
     def balanced(self) -> float:
@@ -190,24 +187,24 @@ def _part_numbers(problem: Problem, group: Ints) -> Ints:
 def _with_joins(problem: Problem, labels: Labels, card: int) -> Labels:
     """Nodes without weights go to the host of their inputs, where these are larger than the results."""
     values, labels = problem.values, labels.copy()
-    reads: dict[int, list[int]] = {}
-    makes: dict[int, list[int]] = {}
+    reads: dict[int, list[int]] = defaultdict(list)
+    makes: dict[int, list[int]] = defaultdict(list)
     for value, node in zip(values.pin_value.tolist(), values.pin_node.tolist(), strict=True):
-        reads.setdefault(node, []).append(value)
+        reads[node].append(value)
     for value, node in enumerate(values.producer.tolist()):
-        makes.setdefault(node, []).append(value)
+        makes[node].append(value)
     stays = np.zeros(problem.num_nodes, dtype=np.bool_)
     stays[problem.weights.pin_node] = stays[problem.states.pin_node] = True
     is_there = np.zeros((len(values), problem.num_devices), dtype=np.bool_)
     is_there[values.pin_value, labels[values.pin_node]] = True
     for node in range(problem.num_nodes):
-        made_on = {int(labels[values.producer[value]]) for value in reads.get(node, [])} - {card}
+        made_on = {int(labels[values.producer[value]]) for value in reads[node]} - {card}
         host = made_on.pop() if len(made_on) == 1 else card
         if host == card or stays[node] or (problem.allowed is not None and not problem.allowed[node, host]):
             continue
         from_host = [v for v in reads[node] if labels[values.producer[v]] == host]
         is_near = all(v in from_host or is_there[v, host] for v in reads[node])
-        less = values.num_bytes[makes.get(node, [])].sum() < values.num_bytes[from_host].sum()
+        less = values.num_bytes[makes[node]].sum() < values.num_bytes[from_host].sum()
         if is_near and less:
             labels[node] = host
     return labels
@@ -227,3 +224,9 @@ def _crossing_us(problem: Problem, group_of: Ints, card: int, host: int) -> Floa
     np.add.at(spent, group_of[values.producer], problem.transfer_us[:, host, card])
     np.add.at(spent, group_of[values.pin_node], problem.transfer_us[values.pin_value, card, host])
     return spent
+
+
+def even_order(num: int) -> list[int]:
+    """The first numbers of any count are spread evenly: bits reversed."""
+    bits = max(1, (num - 1).bit_length())
+    return [n for n in (int(f"{i:0{bits}b}"[::-1], 2) for i in range(1 << bits)) if n < num]

@@ -25,6 +25,8 @@ from tessera.plan.arrays import Bools, Floats, Holdings, Ints, Labels, Temporari
 from tessera.plan.constraints import Constraint, allowed, layers_of
 
 MESSAGE_US = 1.0
+# Price changes in `spread_us`.
+SPREAD_ROUNDS = 39
 
 MixKey = tuple[tuple[bytes, ...], tuple[float, ...], tuple[int, ...]]
 # Devices of each copy of a part.
@@ -183,12 +185,9 @@ class Problem:
     def excess_bytes(self, columns: Iterable[Column], microbatches: int | Sequence[int]) -> Floats:
         """Weights count once. `microbatches`: per column, or one number for the largest."""
         fixed, each = self.footprints(columns)
-        held = (
-            microbatches * each.max(axis=0)
-            if isinstance(microbatches, int)
-            else np.asarray(microbatches) @ each
-        )
-        return np.asarray(fixed + held - self.memory_bytes)
+        if isinstance(microbatches, int):
+            return np.asarray(fixed + microbatches * each.max(axis=0) - self.memory_bytes)
+        return np.asarray(fixed + np.asarray(microbatches) @ each - self.memory_bytes)
 
     def footprints(self, columns: Iterable[Column]) -> tuple[Floats, Floats]:
         """(weights per device, [column, device] per request)."""
@@ -196,12 +195,12 @@ class Problem:
         held = np.zeros((len(self.weights.num_bytes), num), dtype=np.bool_)
         each: list[Floats] = []
         for column in columns:
-            footprint = self._held.get(column.key)
-            if footprint is None:
+            if column.key not in self._held:
                 present = self.weights.present(column.labels, num)
-                footprint = self._held[column.key] = present, self.microbatch_bytes(column.labels)
-            held |= footprint[0]
-            each.append(footprint[1])
+                self._held[column.key] = present, self.microbatch_bytes(column.labels)
+            present, per_microbatch = self._held[column.key]
+            held |= present
+            each.append(per_microbatch)
         return np.asarray(self.weights.num_bytes @ held, dtype=np.float64), np.array(each).reshape(-1, num)
 
     @cached_property
@@ -292,11 +291,12 @@ def build(
     )
 
 
-def spread_us(load: Floats, rounds: int = 39) -> float:
+def spread_us(load: Floats, rounds: int = SPREAD_ROUNDS) -> float:
     """Lower bound of the busiest device's time over fractional assignments; load[row, device]."""
     # Any prices that sum to one prove a bound.
     num = load.shape[1]
-    prices = np.full(num, 1.0 / num)
+    prices = 1.0 / np.maximum(load.sum(axis=0), 1e-12)
+    prices /= prices.sum()
     best = 0.0
     for round_number in range(1, rounds + 1):
         priced = load * prices
@@ -349,11 +349,7 @@ def mix_of(problem: Problem, plan: ir.Plan) -> Mix:
     columns = tuple(problem.column(problem.labels(lane.placement)) for lane in plan.lanes)
     rates = [lane.rate_per_s for lane in plan.lanes]
     mix = Mix(columns, tuple(rate / sum(rates) for rate in rates))
-    table = plan.lane_table
-    if not table:
-        return replace(mix, microbatches=microbatch_counts(mix, plan.microbatches))
-    followed = [table[microbatch % len(table)] for microbatch in range(plan.microbatches)]
-    return replace(mix, microbatches=tuple(followed.count(lane) for lane in range(len(columns))))
+    return replace(mix, microbatches=plan.followers or microbatch_counts(mix, plan.microbatches))
 
 
 def microbatch_table(mix: Mix, microbatches: int) -> tuple[int, ...]:
@@ -413,12 +409,11 @@ class Kinds:
 def alike_devices(problem: Problem) -> list[list[int]]:
     members: list[list[int]] = []
     for device in range(problem.num_devices):
-        for kind in members:
-            if _alike(problem, kind[0], device):
-                kind.append(device)
-                break
-        else:
+        kind = next((kind for kind in members if _alike(problem, kind[0], device)), None)
+        if kind is None:
             members.append([device])
+        else:
+            kind.append(device)
     return members
 
 

@@ -11,7 +11,7 @@ from itertools import combinations_with_replacement
 import numpy as np
 
 from tessera.plan.arrays import Floats
-from tessera.plan.problem import spread_us
+from tessera.plan.problem import SPREAD_ROUNDS, spread_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +65,8 @@ class Limit:
     # [kind of launch, GPU] per request.
     load_us: Floats
 
-    def per_s(self, gpus: Iterable[str]) -> float:
-        return 1e6 / spread_us(self._load_us(gpus))
-
-    def upper_bound_per_s(self, gpus: Iterable[str]) -> float:
-        """Looser and faster: the first prices of `spread_us`."""
-        load = self._load_us(gpus)
-        weights = 1.0 / load.sum(axis=0)
-        return 1e6 * float(weights.sum()) / float((load * weights).min(axis=1).sum())
-
-    def _load_us(self, gpus: Iterable[str]) -> Floats:
-        """n equal GPUs count as one, n times as fast."""
+    def per_s(self, gpus: Iterable[str], rounds: int = SPREAD_ROUNDS) -> float:
+        """n equal GPUs count as one, n times as fast. With fewer rounds, looser and faster."""
         counted = Counter(gpus)
         columns = [self.column_of[gpu] for gpu in counted]
-        return np.asarray(self.load_us[:, columns] / np.array(list(counted.values())))
+        return 1e6 / spread_us(self.load_us[:, columns] / np.array(list(counted.values())), rounds)

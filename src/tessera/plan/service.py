@@ -8,11 +8,12 @@ are its rivals.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from tessera.errors import DeviceMemoryError, PlanInfeasible
 from tessera.ir import Cluster, Expected, GroupSize, Load, Objective, Rival, ServicePlan
+from tessera.ir.units import total
 from tessera.plan.comparison import Comparison, Option, times_text
 from tessera.plan.fluid import DATA_PARALLEL, DIVIDED, FLUID, POLICIES, SINGLE, FluidModel, ServiceDraft
 from tessera.plan.host import FETCH
@@ -34,17 +35,6 @@ Rehearse = Callable[[ServicePlan, Load, int | None], Expected]
 MakePlan = Callable[[ServiceDraft], ServicePlan]
 
 
-@dataclass(frozen=True)
-class Rehearsed:
-    plan: ServicePlan
-    expected: Expected
-    is_within: bool
-
-    @property
-    def rival(self) -> Rival:
-        return Rival(self.plan.policy, tuple(group.size for group in self.plan.groups), self.expected)
-
-
 def plan_service(
     fluids: Sequence[FluidModel],
     make: MakePlan,
@@ -54,12 +44,17 @@ def plan_service(
     policies: Sequence[str] = POLICIES,
 ) -> ServicePlan:
     """`fluids`: drafts on all devices, and on parts of them."""
-    cluster, is_strict = fluids[0].cluster, fluids[0].is_strict
+    load, cluster, is_strict = fluids[0].load, fluids[0].cluster, fluids[0].is_strict
+    best: dict[str, ServicePlan] = {}
 
-    def figure(rehearsed: Rehearsed) -> float:
-        return option_of(rehearsed.rival, cluster).figure(objective)
+    def figure(plan: ServicePlan) -> float:
+        return option_of(plan.rival, cluster).figure(objective)
 
-    best: dict[str, Rehearsed] = {}
+    def consider(plans: Iterable[ServicePlan]) -> None:
+        for plan in plans:
+            same = (best.get(plan.policy, plan), plan)
+            best[plan.policy] = max(same, key=lambda x: (x.rival.expected.is_within(load), figure(x)))
+
     for fluid in fluids:
         most = 0.0
         names = list(policies)
@@ -69,50 +64,46 @@ def plan_service(
         for policy in names:
             advance(f"rehearsing {policy}")
             rehearsals = _rehearsals(fluid, policy, make, rehearse, most)
-            most = max([most, *(r.expected.tokens_per_s for r in rehearsals if r.is_within)])
-            candidates = [*([best[policy]] if policy in best else []), *rehearsals]
-            if candidates:
-                best[policy] = max(candidates, key=lambda r: (r.is_within, figure(r)))
-    fetching: list[Rehearsed] = []
+            most = max(most, _best_rate(rehearsals, fluid.load))
+            consider(rehearsals)
+    fetching: list[ServicePlan] = []
     # A baseline whatever the limits are, and one more placement by kernels.
     if is_strict and fluids[0].is_short:
-        free = replace(fluids[0], load=replace(fluids[0].load, tpot_ms=None, ttft_ms=None))
-        kernel_level = DIVIDED[-1]
+        free = replace(fluids[0], load=replace(load, tpot_ms=None, ttft_ms=None))
         fetching = sorted(_rehearsals(free, FETCH, make, rehearse, 0.0), key=figure)[-1:]
-        for fetched in fetching if kernel_level in policies else ():
-            is_within = fetched.expected.is_within(fluids[0].load)
-            by_kernels = Rehearsed(replace(fetched.plan, policy=kernel_level), fetched.expected, is_within)
-            candidates = [by_kernels, *([best[kernel_level]] if kernel_level in best else [])]
-            best[kernel_level] = max(candidates, key=lambda r: (r.is_within, figure(r)))
-    within = {policy: rehearsed for policy, rehearsed in best.items() if rehearsed.is_within}
+        if DIVIDED[-1] in policies:
+            consider(replace(plan, policy=DIVIDED[-1]) for plan in fetching)
+    within = {policy: plan for policy, plan in best.items() if plan.rival.expected.is_within(load)}
     if not within and (is_strict or not best):
         raise _refusal(fluids[0], list(best.values()), policies)
     within = within or best
-    figures = {name: figure(rehearsed) for name, rehearsed in within.items()}
+    figures = {name: figure(plan) for name, plan in within.items()}
     most = max(figures.values())
     if figures.get(DATA_PARALLEL, 0.0) * (1.0 + ERROR) >= most:
         chosen = within[DATA_PARALLEL]
     else:
         chosen = next(within[name] for name, figure in figures.items() if figure >= (1.0 - TIE) * most)
     chosen = _quicker(chosen, [within[name] for name in figures if figures[name] * (1.0 + ERROR) >= most])
-    rivals = tuple(rehearsed.rival for rehearsed in (*within.values(), *fetching))
-    bound = fluids[0].bound_per_s if is_strict else None
-    return replace(chosen.plan, expected=chosen.expected, rivals=rivals, bound_per_s=bound)
+    rivals = tuple(plan.rival for plan in (*within.values(), *fetching))
+    return replace(chosen, rivals=rivals, bound_per_s=fluids[0].bound_per_s if is_strict else None)
 
 
-def _quicker(chosen: Rehearsed, near: Sequence[Rehearsed]) -> Rehearsed:
+def _quicker(chosen: ServicePlan, near: Sequence[ServicePlan]) -> ServicePlan:
     """`chosen`, or a plan of equal rate with much less time per token and no later first token."""
-    expected = chosen.expected
-    soon = [r for r in near if r.expected.ttft_ms <= expected.ttft_ms]
-    quickest = min(soon, key=lambda r: r.expected.tpot_ms, default=chosen)
-    return quickest if QUICKER * quickest.expected.tpot_ms <= expected.tpot_ms else chosen
+    expected = chosen.rival.expected
+    soon = [plan for plan in near if plan.rival.expected.ttft_ms <= expected.ttft_ms]
+    quickest = min(soon, key=lambda plan: plan.rival.expected.tpot_ms, default=chosen)
+    return quickest if QUICKER * quickest.rival.expected.tpot_ms <= expected.tpot_ms else chosen
+
+
+def _best_rate(rehearsals: Iterable[ServicePlan], load: Load) -> float:
+    expected = (plan.rival.expected for plan in rehearsals)
+    return max((x.tokens_per_s for x in expected if x.is_within(load)), default=0.0)
 
 
 def compared(plan: ServicePlan, objective: Objective = Objective.THROUGHPUT) -> Comparison:
     """One copy per device is always among the policies."""
-    assert plan.expected is not None, "it was rehearsed"
-    sizes = tuple(group.size for group in plan.groups)
-    chosen = option_of(Rival(plan.policy, sizes, plan.expected), plan.cluster)
+    chosen = option_of(plan.rival, plan.cluster)
     others = (r for r in plan.rivals if r.policy in (SINGLE, DATA_PARALLEL) or r.policy != plan.policy)
     baselines = tuple(option_of(rival, plan.cluster) for rival in others)
     return Comparison(plan.policy, chosen, baselines, objective)
@@ -139,12 +130,7 @@ def option_of(rival: Rival, cluster: Cluster) -> Option:
     expected = rival.expected
     used = {name for group in rival.groups for name in group.devices}
     devices = [(d, busy) for d, busy in zip(cluster.devices, expected.busy, strict=True) if d.name in used]
-    rents = [device.usd_per_hour for device, _ in devices if device.usd_per_hour is not None]
-    watts = [
-        device.tdp_w * (IDLE_SHARE + (1.0 - IDLE_SHARE) * busy)
-        for device, busy in devices
-        if device.tdp_w is not None
-    ]
+    watts = total(d.tdp_w and d.tdp_w * (IDLE_SHARE + (1.0 - IDLE_SHARE) * busy) for d, busy in devices)
     batch: dict[str, int] = {}
     for group in rival.groups:
         for name in group.devices:
@@ -156,15 +142,15 @@ def option_of(rival: Rival, cluster: Cluster) -> Option:
         expected.ttft_ms,
         batch,
         sum(group.microbatches for group in rival.groups),
-        usd_per_hour=sum(rents) if len(rents) == len(devices) else None,
-        joules_per_token=sum(watts) / expected.tokens_per_s if len(watts) == len(devices) else None,
+        usd_per_hour=total(device.usd_per_hour for device, _ in devices),
+        joules_per_token=watts and watts / expected.tokens_per_s,
     )
 
 
 def _rehearsals(
     fluid: FluidModel, policy: str, make: MakePlan, rehearse: Rehearse, most: float
-) -> list[Rehearsed]:
-    rehearsals: list[Rehearsed] = []
+) -> list[ServicePlan]:
+    rehearsals: list[ServicePlan] = []
     drafted_plans = DraftedPlans(fluid, policy, make)
     slack, best = 1.0, 0.0
     # A quick plan tries more while nothing keeps to the limits.
@@ -175,8 +161,8 @@ def _rehearsals(
             break
         draft, plan = next_draft
         expected = _rehearsed(plan, fluid.load, rehearse)
-        rehearsals.append(Rehearsed(plan, expected, expected.is_within(fluid.load)))
-        best = max((r.expected.tokens_per_s for r in rehearsals if r.is_within), default=0.0)
+        rehearsals.append(replace(plan, expected=expected))
+        best = _best_rate(rehearsals, fluid.load)
         slack = _slack(fluid.load, draft, expected, slack)
     return rehearsals
 
@@ -278,9 +264,9 @@ def _slack(load: Load, draft: ServiceDraft, expected: Expected, slack: float) ->
     return least if least > 1.0 / UNDERCUT else slack
 
 
-def _refusal(fluid: FluidModel, missed: Sequence[Rehearsed], policies: Sequence[str]) -> PlanInfeasible:
+def _refusal(fluid: FluidModel, missed: Sequence[ServicePlan], policies: Sequence[str]) -> PlanInfeasible:
     if missed:
-        times_ms = [(rehearsed.expected.tpot_ms, rehearsed.expected.ttft_ms) for rehearsed in missed]
+        times_ms = [(plan.rival.expected.tpot_ms, plan.rival.expected.ttft_ms) for plan in missed]
     else:
         drafts = [draft for policy in policies if (draft := fluid.fastest(policy)) is not None]
         if not drafts or (fluid.load.tpot_ms, fluid.load.ttft_ms) == (None, None):

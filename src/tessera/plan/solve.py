@@ -1,39 +1,80 @@
 """solve: a plan for a work unit, its costs and a cluster.
 
-Planners propose candidates; the judge compares them by one figure: the plan's `simulated_per_s` and each
-baseline's `throughput_per_s`. The plan's `throughput_per_s` and `bound_per_s` are by busy time. For the
-throughput objective
+Planners propose candidates, tuples of mixes:
+
+    single-placement  one placement for all requests, by a mixed-integer program
+    throughput        see `search.local`
+    cost, energy      as throughput, also on sets of devices
+    latency           see `latency`
+
+and the coarse policies of `baselines`. The task compares candidates by one figure: the plan's
+`simulated_per_s` and each baseline's `throughput_per_s`. The plan's `throughput_per_s` and `bound_per_s` are
+by busy time. For the throughput objective
 
     bound_per_s >= throughput_per_s >= simulated_per_s >= throughput_per_s of every baseline.
 
 Cost and energy plans are never below a baseline in their own figure. Near the best, the most robust candidate
 wins, then the one with fewer lanes and transfers. The latency objective compares makespans of single
-requests. Plans for parts of the cluster, copied to all devices (`side_by_side`), are candidates too.
+requests. Plans for parts of the cluster, copied to all devices, are candidates too.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tessera import ir
-from tessera.errors import PlanInfeasible
+from tessera.errors import PlanInfeasible, check_known
+from tessera.plan import latency
+from tessera.plan.baselines import COARSE
 from tessera.plan.config import FULL, SearchConfig
-from tessera.plan.constraints import Constraint, check_constraints, compiled_launches
-from tessera.plan.host import FETCH, has_host, host_placements
-from tessera.plan.problem import Cells, Mix, Problem, alike_devices, build, mix_of, partitions, restricted
+from tessera.plan.constraints import Constraint, check_constraints
+from tessera.plan.problem import Cells, Column, Mix, alike_devices, build, partitions, restricted
 from tessera.plan.search import objectives
-from tessera.plan.search.judge import Judge
-from tessera.plan.search.planners import PLANNERS, planner_named
+from tessera.plan.search.local import throughput_mixes
 from tessera.plan.search.task import Simulator, Task
-from tessera.plan.spread import Spread
 
-# By kernels; with few crossings, see `spread`.
-SINGLE_PLACEMENT, FEW_CROSSINGS = "single-placement", ("layer-pipeline", "attention-ffn")
-SERVED_PLANNERS = {"kernel-level": SINGLE_PLACEMENT}
-# Less is within the error of costs.
-FETCH_GAIN = 1.03
+Planner = Callable[[Task], tuple[Mix, ...] | None]
 MICROBATCHES_SHOWN = (1, 2, 4, 8, 16)
+
+
+def single_placement(task: Task) -> tuple[Mix, ...] | None:
+    columns = [m.columns[0] for m in task.coarse_mixes if len(m.columns) == 1]
+    from tessera.plan.pricing import milp  # slow to import
+
+    solved = milp.best_placement(task.problem, task.microbatches)
+    columns += [] if solved is None else [solved[0]]
+    mixes = [mix for c in columns if (mix := task.pool.held_by((c,))) is not None]
+    return (max(mixes, key=lambda m: m.rate_per_s),) if mixes else None
+
+
+def latency_mixes(task: Task) -> tuple[Mix, ...]:
+    prob, pool = task.problem, task.seeded
+    fits = lambda x: not pool.is_tight or pool.able(prob.column(x))  # noqa: E731
+    fastest = latency.solve(prob, pool.columns, fits, task.config)
+    mix = pool.held_by((prob.column(fastest.labels),))
+    assert mix is not None, "it was made to fit"
+    return (mix,)
+
+
+def _coarse_planner(name: str) -> Planner:
+    return lambda task: task.coarse[name]
+
+
+PLANNERS: dict[str, Planner] = {
+    **{name: _coarse_planner(name) for name in COARSE},
+    "throughput": throughput_mixes,
+    "cost": throughput_mixes,
+    "energy": throughput_mixes,
+    "single-placement": single_placement,
+    "latency": latency_mixes,
+}
+
+
+def planner_named(name: str) -> Planner:
+    check_known("policy", name, PLANNERS)
+    return PLANNERS[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +108,11 @@ def solve(
         raise PlanInfeasible(f"{most} requests in flight do no work", "Give at least one (--microbatches).")
     planner_named(config.planner)
     check_constraints(unit, config.constraints)
-    problem = build(unit, costs, cluster, config.constraints, config.memory_share)
-    is_served = config.is_served or unit.is_served
-
-    def task_of(num: int) -> Task:
-        return Task(problem, num, simulate, is_served, config.objective, config.planner, config.search)
-
-    task = task_of(most)
-    plans = [decide(Judge(task), config.shown_microbatches)]
+    task = _task(unit, costs, cluster, config, simulate)
+    plans = [decide(task, config.shown_microbatches)]
     if task.pool.is_tight and config.objective is not ir.Objective.LATENCY:
         fewer = [num for num in config.search.fewer_microbatches if num < most]
-        plans += [decide(Judge(task_of(num)), config.shown_microbatches) for num in fewer]
+        plans += [decide(replace(task, microbatches=num), config.shown_microbatches) for num in fewer]
     return max(plans, key=lambda plan: objective_figure(plan, config.objective))
 
 
@@ -88,111 +123,21 @@ def baselines(
     config: PlanConfig,
     simulate: Simulator | None = None,
 ) -> tuple[ir.Baseline, ...]:
+    return _task(unit, costs, cluster, config, simulate).baselines
+
+
+def _task(
+    unit: ir.WorkUnit,
+    costs: tuple[ir.Costs, ...],
+    cluster: ir.Cluster,
+    config: PlanConfig,
+    simulate: Simulator | None,
+) -> Task:
     problem = build(unit, costs, cluster, config.constraints, config.memory_share)
-    judge = Judge(
-        Task(problem, config.microbatches, simulate, config.is_served, config.objective, config=config.search)
+    is_served = config.is_served or unit.is_served
+    return Task(
+        problem, config.microbatches, simulate, is_served, config.objective, config.planner, config.search
     )
-    return tuple(judge.baseline(kind, mix) for kind, mix in _coarse(judge).items())
-
-
-def _coarse(judge: Judge) -> dict[str, Mix | None]:
-    return {kind: judge.best(mixes) if mixes else None for kind, mixes in judge.task.coarse.items()}
-
-
-def place(
-    unit: ir.WorkUnit,
-    costs: tuple[ir.Costs, ...],
-    cluster: ir.Cluster,
-    policy: str,
-    microbatches: int,
-    config: SearchConfig = FULL,
-    rate: Simulator | None = None,
-    memory_share: float | None = None,
-) -> ir.Placement:
-    """One placement for all requests: by busy time, kernel by kernel also by simulated rate.
-
-    `memory_share` None: microbatches share state, which the caller counts.
-    """
-    problem = build(unit, costs, cluster, memory_share=memory_share or 1.0)
-    planner = SERVED_PLANNERS.get(policy, policy)
-    if planner == FETCH and not has_host(problem):
-        raise PlanInfeasible("weights are fetched to one GPU beside CPUs only")
-    if planner in (SINGLE_PLACEMENT, FETCH) and has_host(problem):
-        candidates = host_placements(problem, microbatches, planner == FETCH)
-        if len(candidates) == 1 or rate is None:
-            return candidates[0]
-        rates = [rate(lane_plan(unit, costs, cluster, x, microbatches, "")) for x in candidates]
-        return candidates[0 if FETCH_GAIN * rates[0] >= max(rates) else rates.index(max(rates))]
-
-    fewest = 1 if memory_share is None else microbatches
-    task = Task(problem, microbatches, is_served=True, policy=planner, config=config, fewest=fewest)
-
-    def placements_by(names: Sequence[str]) -> list[ir.Placement]:
-        options = [[m for m in planner_named(x)(task) or () if len(m.columns) == 1] for x in names]
-        best = [max(mixes, key=task.upper_bound_per_s) for mixes in options if mixes]
-        return [task.draft(mix).lanes[0].placement for mix in best]
-
-    is_judged = planner == SINGLE_PLACEMENT and rate is not None
-    placements = (is_judged and placements_by(FEW_CROSSINGS)) or placements_by([planner])
-    if not placements:
-        raise PlanInfeasible(f"the policy '{policy}' does not apply to this work or does not fit")
-    if planner != SINGLE_PLACEMENT or rate is None:
-        return placements[0]
-
-    alone = steps_alone(lane_plan(unit, costs, cluster, placements[0], microbatches, ""))
-
-    def step_rate(step: int, devices: tuple[int, ...]) -> float:
-        plan = alone[step]
-        return rate(replace(plan, lanes=(replace(plan.lanes[0], placement=ir.Placement((devices,))),)))
-
-    def fits(placement: ir.Placement) -> bool:
-        return task.pool.fits((problem.column(problem.labels(placement)),), fewest)
-
-    return Spread(unit, costs, step_rate, fits).best_of(placements)
-
-
-def steps_alone(plan: ir.Plan) -> list[ir.Plan]:
-    lane = plan.lanes[0]
-    each = zip(plan.graphs, plan.costs, lane.placement.devices, strict=True)
-    plans = []
-    for graph, costs, devices in each:
-        alone = replace(lane, placement=ir.Placement((devices,)))
-        plans.append(replace(plan, unit=ir.WorkUnit((graph,), (1,)), costs=(costs,), lanes=(alone,)))
-    return plans
-
-
-def lane_plan(
-    unit: ir.WorkUnit,
-    costs: tuple[ir.Costs, ...],
-    cluster: ir.Cluster,
-    placement: ir.Placement,
-    microbatches: int,
-    home: str,
-) -> ir.Plan:
-    """The rate is that of the busiest device."""
-    for graph, devices in zip(unit.graphs, placement.devices, strict=True):
-        if any(cluster.devices[d].is_cpu for d in {devices[n] for n in compiled_launches(graph.trace)}):
-            raise PlanInfeasible("compiled kernels run on GPUs only", "Add a GPU.")
-    each = zip(unit.counts, costs, placement.devices, strict=True)
-    busy_us = np.sum([count * np.array(cost.busy_us(devices)) for count, cost, devices in each], axis=0)
-    per_s = 1e6 / float(busy_us.max())
-    plan = ir.Plan(
-        unit=unit,
-        cluster=cluster,
-        costs=costs,
-        objective=ir.Objective.THROUGHPUT,
-        policy=SINGLE_PLACEMENT,
-        lanes=(ir.Lane(placement, per_s),),
-        microbatches=microbatches,
-        throughput_per_s=per_s,
-        simulated_per_s=per_s,
-        bound_per_s=per_s,
-        latency_us=float(busy_us.sum()),
-        lane_table=(0,),
-        home=home,
-    )
-    ir.verify(plan)
-    return plan
 
 
 def objective_figure(plan: ir.Plan, objective: ir.Objective) -> float:
@@ -205,51 +150,52 @@ def objective_figure(plan: ir.Plan, objective: ir.Objective) -> float:
     return plan.simulated_per_s
 
 
-def decide(judge: Judge, shown_microbatches: Sequence[int] = (), is_part: bool = False) -> ir.Plan:
+def decide(task: Task, shown_microbatches: Sequence[int] = ()) -> ir.Plan:
     """A named policy may be below the coarse ones."""
-    task = judge.task
-    planner = planner_named(task.policy)
-    coarse = _coarse(judge)
-    mixes = planner(task)
-    if not mixes:
-        limits = " with these placement constraints" if task.problem.constraints else ""
-        remedy = f"Use one of: {', '.join(sorted(x for x in PLANNERS if x != task.policy))}."
-        raise PlanInfeasible(f"the policy '{task.policy}' does not apply to this work{limits}", remedy)
-    floors = [m for m in coarse.values() if m is not None]
-    floors += _from_parts(judge, is_part)
-    is_free = task.policy == task.objective.value and task.objective is not ir.Objective.LATENCY
-    chosen = judge.lasting(lambda: judge.simplest(mixes, floors) if is_free else judge.best(mixes))
-    rated = tuple(judge.baseline(kind, mix) for kind, mix in coarse.items())
-    plan = judge.finished(chosen, rated, [*floors, *mixes], shown_microbatches)
+    chosen, rivals = _chosen(task)
+    plan = task.finished(chosen, rivals, shown_microbatches)
     ir.verify(plan)
     return plan
 
 
-def _from_parts(judge: Judge, is_part: bool) -> list[Mix]:
-    task = judge.task
-    if is_part or task.policy != task.objective.value:
-        return []
-    if task.objective in (ir.Objective.COST, ir.Objective.ENERGY):
-        splits: Iterator[tuple[Cells, ...]] = (((devices,),) for devices in _worthwhile(task))
-    else:
-        is_many = task.objective is ir.Objective.THROUGHPUT and task.pool.kinds is not None
-        splits = partitions(task.pool.kinds.members) if is_many and task.pool.kinds else iter(())
+def _chosen(task: Task, is_part: bool = False) -> tuple[Mix, list[Mix]]:
+    """(the best mix, all that it was compared with)."""
+    floors = [m for m in task.best_coarse.values() if m is not None]
+    mixes = planner_named(task.policy)(task)
+    if not mixes:
+        limits = " with these placement constraints" if task.problem.constraints else ""
+        remedy = f"Use one of: {', '.join(sorted(x for x in PLANNERS if x != task.policy))}."
+        raise PlanInfeasible(f"the policy '{task.policy}' does not apply to this work{limits}", remedy)
+    floors += [] if is_part else _from_parts(task)
+    is_free = task.policy == task.objective.value and task.objective is not ir.Objective.LATENCY
+    chosen = task.lasting(lambda: task.simplest(mixes, floors) if is_free else task.best(mixes))
+    return chosen, [*floors, *mixes]
+
+
+def _from_parts(task: Task) -> list[Mix]:
+    splits: Iterable[tuple[Cells, ...]] = ()
+    if task.policy == task.objective.value:
+        if task.objective in (ir.Objective.COST, ir.Objective.ENERGY):
+            splits = (((devices,),) for devices in _worthwhile(task))
+        elif task.objective is ir.Objective.THROUGHPUT and task.pool.kinds is not None:
+            splits = partitions(task.pool.kinds.members)
     mixes = []
     for parts in splits:
-        try:
-            mix = _copied_mix(judge, parts)
-        except PlanInfeasible:  # part too small
-            continue
-        if mix is not None and task.pool.fits(mix.columns, mix.microbatches):
-            mixes.append(mix)
+        with suppress(PlanInfeasible):  # part too small
+            mix = _copied(task, parts)
+            if mix is not None and task.pool.fits(mix.columns, mix.microbatches):
+                mixes.append(mix)
     return mixes
 
 
-def _copied_mix(judge: Judge, parts: Sequence[Cells]) -> Mix | None:
+def _copied(task: Task, parts: Sequence[Cells]) -> Mix | None:
     """None with fewer microbatches than cells."""
-    task, problem = judge.task, judge.task.problem
+    problem = task.problem
     is_split = sum(len(cells) for cells in parts) > 1
-    plans = []
+    columns: list[Column] = []
+    rates: list[float] = []
+    counts: list[int] = []
+    simulated, is_whole = 0.0, True
     for cells in parts:
         each = task.microbatches * len(cells[0]) // problem.num_devices if is_split else task.microbatches
         if each < 1:
@@ -257,12 +203,19 @@ def _copied_mix(judge: Judge, parts: Sequence[Cells]) -> Mix | None:
         part = restricted(problem, cells[0])
         if part is None:
             raise PlanInfeasible("the placement constraints leave a launch nowhere to run there")
-        inner = replace(task, problem=part, microbatches=each, _spans={})
-        plans.append((decide(Judge(inner), is_part=not is_split), cells))
-    plan = side_by_side(problem, plans)
-    mix = mix_of(problem, plan)
-    if len(plan.lanes) == sum(len(part.lanes) * len(cells) for part, cells in plans):
-        judge.know(mix, min(plan.simulated_per_s, mix.rate_per_s))
+        inner = replace(task, problem=part, microbatches=each)
+        mix, _ = _chosen(inner, is_part=not is_split)
+        followers = inner.followers(mix)
+        lanes = [lane for lane in zip(mix.columns, mix.shares, followers, strict=True) if lane[2]]
+        is_whole &= len(lanes) == len(followers)
+        simulated += len(cells) * inner.rate_per_s(mix)
+        for cell in cells:
+            columns += [problem.column(np.array(cell)[column.labels]) for column, _, _ in lanes]
+            rates += [share * mix.rate_per_s for _, share, _ in lanes]
+            counts += [num for _, _, num in lanes]
+    mix = Mix(tuple(columns), tuple(rate / sum(rates) for rate in rates), tuple(counts))
+    if is_whole:
+        task.know(mix, min(simulated, mix.rate_per_s))
     return mix
 
 
@@ -287,51 +240,3 @@ def _worthwhile(task: Task) -> list[objectives.Devices]:
         best = max(best, solved[-1][0])
     ranked = sorted(solved, key=lambda x: -x[0])[: config.max_planned_sets]
     return [devices for value, devices in ranked if value >= config.worth * best]
-
-
-def side_by_side(problem: Problem, parts: Sequence[tuple[ir.Plan, Cells]]) -> ir.Plan:
-    """The bound is by busy time."""
-    lanes: list[ir.Lane] = []
-    table: list[int] = []
-    for plan, cells in parts:
-        order = [plan.lane_table[n % len(plan.lane_table)] for n in range(plan.microbatches)]
-        used = sorted(set(order))  # fewer than all with more lanes than microbatches
-        for devices in cells:
-            table += [len(lanes) + used.index(lane) for lane in order]
-            lanes += [
-                ir.Lane(lane.placement.renumbered(devices), lane.rate_per_s)
-                for lane in (plan.lanes[n] for n in used)
-            ]
-    rows = [(plan, len(cells)) for plan, cells in parts]
-    simulated, busy = (
-        sum(getattr(plan, name) * num for plan, num in rows)
-        for name in ("simulated_per_s", "throughput_per_s")
-    )
-    joules = [(plan.joules_per_unit, plan.simulated_per_s * num) for plan, num in rows]
-    watts = [each * rate for each, rate in joules if each is not None]
-    plan = ir.Plan(
-        unit=problem.unit,
-        cluster=problem.cluster,
-        costs=problem.costs,
-        objective=ir.Objective.THROUGHPUT,
-        policy=_policy([plan for plan, _ in parts]),
-        lanes=tuple(lanes),
-        microbatches=len(table),
-        throughput_per_s=busy,
-        simulated_per_s=simulated,
-        bound_per_s=busy,
-        latency_us=max(plan.latency_us for plan, _ in rows),
-        lane_table=tuple(table),
-        max_microbatches=len(table),
-        joules_per_unit=sum(watts) / simulated if len(watts) == len(rows) else None,
-    )
-    ir.verify(plan)
-    return plan
-
-
-def _policy(plans: Sequence[ir.Plan]) -> str:
-    used = [{d for step in lane.placement.devices for d in step} for plan in plans for lane in plan.lanes]
-    if len(used) > 1 and all(len(devices) == 1 for devices in used):
-        return "data-parallel"
-    names = {plan.policy for plan in plans}
-    return names.pop() if len(names) == 1 else ir.Objective.THROUGHPUT.value

@@ -23,7 +23,7 @@ over idle SMs. `floor`, `reach` and `tail` are ratios to decode attention's para
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -43,7 +43,6 @@ from tessera.profile.overheads import TERMS, Overhead, Scope
 
 # An assumption.
 OTHER_GPU_ERROR = 0.25
-OVERLAP = 2.0
 # Serving stacks have faster attention kernels than PyTorch's `flash` here.
 NEW_ATTENTION = ("Hopper", "Blackwell")
 SUFFIX = "_stream"
@@ -106,10 +105,10 @@ class Corrections:
 
     @cached_property
     def _ratios(self) -> dict[tuple[OpClass, str], list[float]]:
-        ratios: dict[tuple[OpClass, str], list[float]] = {}
+        ratios: dict[tuple[OpClass, str], list[float]] = defaultdict(list)
         for row in self.rows:
             if row.modelled_us > 0:
-                ratios.setdefault((row.work.op, row.work.dtype), []).append(row.us / row.modelled_us)
+                ratios[row.work.op, row.work.dtype].append(row.us / row.modelled_us)
         return ratios
 
     def apply(self, work: Work, cost: Cost, spec: Gpu) -> Cost:
@@ -123,8 +122,7 @@ class Corrections:
         ratios = self._ratios.get((work.op, work.dtype), [])
         if len(ratios) < MIN_RATIOS or cost.us <= 0:
             return cost
-        middle = median(ratios)
-        spread = median(abs(r - middle) for r in ratios) / middle
+        middle, spread = middle_and_spread(ratios)
         error = min(cost.rel_error, max(LEAST_ERROR, 1.5 * spread))
         text = f"times {middle:.2f}, as {len(ratios)} launches of its class measured on {self.gpu}"
         return _corrected(cost, cost.us * middle, error, text)
@@ -165,6 +163,12 @@ class Corrections:
         return _corrected(cost, us, error, f"{', '.join(present)} as measured on {self.gpu}{scaled}")
 
 
+def middle_and_spread(ratios: Sequence[float]) -> tuple[float, float]:
+    """Median, and median deviation relative to it."""
+    middle = median(ratios)
+    return middle, median(abs(ratio - middle) for ratio in ratios) / middle
+
+
 def _corrected(cost: Cost, us: float, rel_error: float, text: str) -> Cost:
     detail = f"{cost.detail}; {text}" if cost.detail else text
     return replace(cost, us=us, rel_error=rel_error, detail=detail)
@@ -186,12 +190,7 @@ def with_overhead(
             cycles[scope] += coefficients[term] * amount
     extra = (cycles[Scope.ALL] / spec.num_sms + cycles[Scope.ONE]) / per_us
     least = min(us, t0_us)
-    return (least + _joined(us - least, extra)) * factor + cycles[Scope.FLOOR] / per_us
-
-
-def _joined(first: float, second: float) -> float:
-    longer, shorter = max(first, second), min(first, second)
-    return longer * (1.0 + (shorter / longer) ** OVERLAP) ** (1.0 / OVERLAP) if shorter > 0 else longer
+    return (least + math.hypot(us - least, extra)) * factor + cycles[Scope.FLOOR] / per_us
 
 
 def _factor(term: str, spec: Gpu, coefficients: Mapping[str, float]) -> float:
@@ -219,10 +218,10 @@ def chosen(works: Sequence[Work], costs: Sequence[Cost], num: int) -> list[Work]
     """Works whose measurement removes most error, largest first: launches of a class share an error, so each
     further one counts half of the previous one.
     """
-    weight: dict[Work, float] = {}
+    weight: dict[Work, float] = defaultdict(float)
     for work, cost in zip(works, costs, strict=True):
         if cost.us > 0 and cost.source is not Source.MEASURED:
-            weight[work] = weight.get(work, 0.0) + cost.us * cost.rel_error
+            weight[work] += cost.us * cost.rel_error
     picked: list[Work] = []
     num_picked: Counter[tuple[OpClass, str]] = Counter()
 

@@ -122,26 +122,18 @@ def sureness(plan: Plan) -> Sureness:
 
 
 def sureness_of(priced: Iterable[tuple[Work, str, Cost, float]]) -> Sureness:
-    sums: dict[tuple[str, str, Source], list[float]] = {}
-    why: dict[tuple[str, str, Source], str] = {}
-    specs = {g.name: g for g in known_gpus()}
+    rows: dict[tuple[str, str, Source], list[tuple[Work, Cost, float]]] = {}
     for work, where, cost, times in priced:
-        us = cost.us * times
-        if us == 0:
-            continue
-        key = (work.op.value, where, cost.source)
-        part = sums.setdefault(key, [0.0, 0.0, 0.0])
-        part[0] += us
-        part[1] += us * cost.rel_error
-        part[2] += us if cost.rel_error > WIDE else 0.0
-        if key not in why:
-            is_modelled = cost.source in (Source.FITTED, Source.CLASS) and where in specs
-            why[key] = model_of(work, specs[where]).why if is_modelled else cost.detail or cost.source.value
-    total = sum(us for us, _, _ in sums.values()) or 1.0
-    parts = [
-        CostShare(op, where, source, us / total, weighted / us, wide / total, why[op, where, source])
-        for (op, where, source), (us, weighted, wide) in sums.items()
-    ]
+        if us := cost.us * times:
+            rows.setdefault((work.op.value, where, cost.source), []).append((work, cost, us))
+    total = sum(us for listed in rows.values() for _, _, us in listed) or 1.0
+    parts = []
+    for (op, where, source), listed in rows.items():
+        part_us = sum(us for _, _, us in listed)
+        error = sum(us * cost.rel_error for _, cost, us in listed) / part_us
+        wide = sum(us for _, cost, us in listed if cost.rel_error > WIDE) / total
+        why = _why(*listed[0][:2], where)
+        parts.append(CostShare(op, where, source, part_us / total, error, wide, why))
     parts.sort(key=lambda p: -p.share * p.rel_error)
     error = math.hypot(*(p.share * p.rel_error for p in parts))
     wide_share = sum(p.wide_share for p in parts)
@@ -149,6 +141,13 @@ def sureness_of(priced: Iterable[tuple[Work, str, Cost, float]]) -> Sureness:
     for one in parts:
         by_source[one.source.value] = by_source.get(one.source.value, 0.0) + one.share
     return Sureness(error, wide_share, by_source, tuple(parts), _sentence(parts, error, wide_share))
+
+
+def _why(work: Work, cost: Cost, gpu_name: str) -> str:
+    is_modelled = cost.source in (Source.FITTED, Source.CLASS)
+    if is_modelled and gpu_name in {known.name for known in known_gpus()}:
+        return model_of(work, gpu(gpu_name)).why
+    return cost.detail or cost.source.value
 
 
 def _sentence(parts: Sequence[CostShare], error: float, wide_share: float) -> str:

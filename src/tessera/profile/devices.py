@@ -28,7 +28,7 @@ from tessera.ir import AWAY, Cluster, Device, DeviceKind, Link, verify
 from tessera.ir.files import packaged
 from tessera.ir.host import host_nodes
 from tessera.profile.cpus import CPUS, PREFIX, cpu
-from tessera.profile.gpus import gpu, known_gpus
+from tessera.profile.gpus import Gpu, gpu, known_gpus
 
 PLACE = "--devices"
 # Left beside a GPU, whose worker polls.
@@ -157,13 +157,9 @@ def _emulated(word: str, name: str) -> Device:
         gpus = ", ".join(sorted((*(g.name for g in known_gpus()), *CPUS)))
         kind = word.partition(":")[0]
         raise TesseraError(f"'{word}' names no GPU", f"Use {kind}: with one of {gpus}.", PLACE)
-    if name.startswith(PREFIX):
-        host = cpu(name)
-        return Device(f"emu:{name}", DeviceKind.EMU, name, host.memory_bytes, None, host.tdp_w)
-    spec = gpu(name)
-    return Device(
-        f"emu:{spec.name}", DeviceKind.EMU, spec.name, spec.memory_bytes, spec.usd_per_hour, spec.tdp_w
-    )
+    spec = cpu(name) if name.startswith(PREFIX) else gpu(name)
+    usd = spec.usd_per_hour if isinstance(spec, Gpu) else None
+    return Device(f"emu:{spec.name}", DeviceKind.EMU, spec.name, spec.memory_bytes, usd, spec.tdp_w)
 
 
 def _cpu(word: str) -> Device:
@@ -192,30 +188,16 @@ def _cuda(word: str, rest: str, cards: tuple[Card, ...]) -> Device:
         return whole
     what, _, value = option.partition("=")
     if what == "sm":
-        sms = _sms(word, value, card)
-        return replace(whole, name=f"{name}/sm={sms}", num_sms=sms)
+        if not value.isdecimal() or not 1 <= int(value) <= card.num_sms:
+            limit = f"Give 1 to {card.num_sms}, which is what the {card.name} has."
+            raise TesseraError(f"invalid number of SMs '{value}' in '{word}'", limit, PLACE)
+        return replace(whole, name=f"{name}/sm={int(value)}", num_sms=int(value))
     if what == "as" and value:
-        return _dilated(whole, value)
+        other = gpu(value)
+        memory_bytes, usd = min(card.memory_bytes, other.memory_bytes), other.usd_per_hour
+        dilated = replace(whole, name=f"{name}/as={other.name}", gpu=other.name, is_dilated=True)
+        return replace(dilated, memory_bytes=memory_bytes, usd_per_hour=usd)
     raise TesseraError(f"unknown option '{option}' in '{word}'", "Write /sm=K or /as=GPU.", PLACE)
-
-
-def _sms(word: str, value: str, card: Card) -> int:
-    if not value.isdecimal() or not 1 <= int(value) <= card.num_sms:
-        limit = f"Give 1 to {card.num_sms}, which is what the {card.name} has."
-        raise TesseraError(f"invalid number of SMs '{value}' in '{word}'", limit, PLACE)
-    return int(value)
-
-
-def _dilated(whole: Device, name: str) -> Device:
-    spec = gpu(name)
-    return replace(
-        whole,
-        name=f"{whole.name}/as={spec.name}",
-        gpu=spec.name,
-        memory_bytes=min(whole.memory_bytes, spec.memory_bytes),
-        usd_per_hour=spec.usd_per_hour,
-        is_dilated=True,
-    )
 
 
 def _shared(devices: Sequence[Device], cards: tuple[Card, ...]) -> Iterable[Device]:

@@ -11,16 +11,16 @@ cache size). A CPU or unknown card takes the model of `YARDSTICK`, scaled by the
 
 import hashlib
 import json
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import hypot
-from statistics import median
 from typing import Protocol
 
 from tessera.errors import CannotTime, DeviceGone
 from tessera.ir import AWAY, Cost, Costs, Device, DeviceKind, Kernel, Launch, Origin, Source, Trace, verify
 from tessera.kernels import PARTS
+from tessera.profile.corrections import MIN_RATIOS, middle_and_spread
 from tessera.profile.counts import OpClass, class_of, is_zero_size, work_of
 from tessera.profile.estimate import modelled, signature, works
 from tessera.profile.gpus import gpu
@@ -38,7 +38,6 @@ LEAST_ERROR = 0.005
 # The rest is lost to sharing and conflicts.
 USEFUL_CACHE = 0.5
 YARDSTICK = "a100"
-MIN_RATIOS = 3
 Advance = Callable[[str], None]
 
 
@@ -122,9 +121,11 @@ class _Session:
     _only: frozenset[int] | None
     _num_timed: int = 0
     _slow: list[str] = field(default_factory=list)
+    _notes: list[str] = field(default_factory=list)
 
     def measure(self) -> Measured:
-        whole, why = self._whole() if self._only is None else (None, ())
+        self._notes += self._timer.remarks
+        whole = self._whole() if self._only is None else None
         todo = {g.launches[0]: g for g in self._groups if self._needs_timing(g)}
         last = max(todo, default=-1)
         for index in range(last + 1):
@@ -132,10 +133,12 @@ class _Session:
                 self._time(todo[index])
             if index < last:
                 self._timer.run(index)
-        notes = (*self._timer.remarks, *why, *self._throttling())
-        timings, missed = self._timings(), self._missed()
+        self._notes += self._throttling()
+        timings, notes = self._timings(), tuple(self._notes)
         num_distinct, num_timed = len(self._groups), self._num_timed
-        return Measured(self._device, self._machine, timings, whole, missed, num_distinct, num_timed, notes)
+        return Measured(
+            self._device, self._machine, timings, whole, self._missed(), num_distinct, num_timed, notes
+        )
 
     def _needs_timing(self, group: Distinct) -> bool:
         launch = self._trace.launches[group.launches[0]]
@@ -171,17 +174,16 @@ class _Session:
         self._slow.append(slow)
         return result
 
-    def _whole(self) -> tuple[Timing | None, tuple[str, ...]]:
+    def _whole(self) -> Timing | None:
         whole = self._store.row("whole", self._trace.digest).timing
-        if whole is not None:
-            return whole, ()
-        self._advance(f"{self._device.name}: the whole step")
-        try:
-            whole = timing(self._timer.whole(self._enough))
-        except CannotTime as error:
-            return None, (f"{self._device.name}: the whole step was not measured: {error.message}",)
-        self._store.add("whole", self._trace.digest, timing=whole)
-        return whole, ()
+        if whole is None:
+            self._advance(f"{self._device.name}: the whole step")
+            try:
+                whole = timing(self._timer.whole(self._enough))
+                self._store.add("whole", self._trace.digest, timing=whole)
+            except CannotTime as error:
+                self._notes.append(f"{self._device.name}: the whole step was not measured: {error.message}")
+        return whole
 
     def _timings(self) -> tuple[Timing | None, ...]:
         by_launch = {
@@ -219,29 +221,22 @@ def reconcile(measured: Measured, others: tuple[Cost, ...]) -> Reconciled:
     pairs = tuple(zip(measured.timings, others, strict=True))
     measured_us = sum(t.us for t, _ in pairs if t is not None)
     other_us = sum(c.us for t, c in pairs if t is None)
-    whole_us = measured.whole.us if measured.whole else None
-    scale, notes = _scale(measured.device, measured_us, other_us, whole_us)
+    total_us, whole_us = measured_us + other_us, measured.whole.us if measured.whole else None
+    scale, notes = 1.0, list[str]()
+    if whole_us is not None and measured_us > 0.0:
+        scale = (whole_us - other_us) / measured_us
+        if not MIN_SCALE <= scale <= MAX_SCALE:
+            scale = 1.0
+            notes.append(
+                f"{measured.device.name}: the launches add up to {total_us:.0f} us and the whole step takes "
+                f"{whole_us:.0f} us; too far apart to scale one to the other"
+            )
     gap = abs(scale - 1.0)
     costs = tuple(
         c if t is None else Cost(t.us * scale, Source.MEASURED, max(LEAST_ERROR, hypot(t.rel_error, gap)))
         for t, c in pairs
     )
-    return Reconciled(costs, measured_us + other_us, whole_us, scale, notes)
-
-
-def _scale(
-    device: Device, measured_us: float, other_us: float, whole_us: float | None
-) -> tuple[float, tuple[str, ...]]:
-    if whole_us is None or measured_us <= 0.0:
-        return 1.0, ()
-    scale = (whole_us - other_us) / measured_us
-    if MIN_SCALE <= scale <= MAX_SCALE:
-        return scale, ()
-    total = measured_us + other_us
-    return 1.0, (
-        f"{device.name}: the launches add up to {total:.0f} us and the whole step takes {whole_us:.0f} us; "
-        "too far apart to scale one to the other",
-    )
+    return Reconciled(costs, total_us, whole_us, scale, tuple(notes))
 
 
 def distinct(trace: Trace, cache_bytes: int) -> tuple[Distinct, ...]:
@@ -254,27 +249,27 @@ def distinct(trace: Trace, cache_bytes: int) -> tuple[Distinct, ...]:
 
 
 def cold_buffers(trace: Trace, cache_bytes: int) -> list[frozenset[int]]:
-    window = cache_bytes * USEFUL_CACHE
     touched: dict[int, deque[tuple[float, int]]] = defaultdict(deque)
     passed = 0.0
     cold: list[frozenset[int]] = []
+
+    def recent(buffer: int) -> int:
+        history = touched[buffer]
+        while history and history[0][0] <= passed - cache_bytes * USEFUL_CACHE:
+            history.popleft()
+        return sum(n for _, n in history)
+
     for launch in trace.launches:
         reads, writes = _bytes(launch, reading=True), _bytes(launch, reading=False)
-        cold.append(frozenset(b for b, n in reads.items() if _recent(touched[b], passed - window) < n / 2))
+        cold.append(frozenset(buffer for buffer, n in reads.items() if recent(buffer) < n / 2))
         passed += work_of(trace.kernels[launch.kernel], launch).num_bytes
-        for buffer in {**reads, **writes}:
-            touched[buffer].append((passed, max(reads.get(buffer, 0), writes.get(buffer, 0))))
+        for buffer, num_bytes in (reads | writes).items():
+            touched[buffer].append((passed, num_bytes))
     return cold
 
 
-def _recent(history: deque[tuple[float, int]], since: float) -> int:
-    while history and history[0][0] <= since:
-        history.popleft()
-    return sum(n for _, n in history)
-
-
-def _bytes(launch: Launch, reading: bool) -> dict[int, int]:
-    sizes: dict[int, int] = defaultdict(int)
+def _bytes(launch: Launch, reading: bool) -> Counter[int]:
+    sizes: Counter[int] = Counter()
     for buffer, region in launch.regions(reading):
         sizes[buffer] += region.num_bytes
     return sizes
@@ -323,10 +318,7 @@ def _modelled(by_gpu: Mapping[str, tuple[Cost, ...]], device: Device) -> tuple[C
     if not device.gpu:
         remedy = "Run the command where it can be measured."
         raise CannotTime(f"{device.name} was not measured, and no model knows it", remedy)
-    return _partial(by_gpu[device.gpu], device)
-
-
-def _partial(costs: tuple[Cost, ...], device: Device) -> tuple[Cost, ...]:
+    costs = by_gpu[device.gpu]
     if not device.num_sms:
         return costs
     share = min(1.0, device.num_sms / gpu(device.gpu).num_sms)
@@ -336,20 +328,17 @@ def _partial(costs: tuple[Cost, ...], device: Device) -> tuple[Cost, ...]:
 def _by_ratio(trace: Trace, measured: Measured) -> tuple[Cost, ...]:
     yardstick = modelled(trace, [YARDSTICK], installed_tables())[YARDSTICK]
     classes = [work.op for work in works(trace)]
-    ratios: dict[OpClass | None, list[float]] = {None: []}
+    ratios: dict[OpClass | None, list[float]] = defaultdict(list)
     for op, timed, cost in zip(classes, measured.timings, yardstick, strict=True):
         if timed is not None and timed.us > 0 and cost.us > 0:
-            ratios.setdefault(op, []).append(timed.us / cost.us)
-            ratios[None].append(timed.us / cost.us)
-    return tuple(
-        _scaled(cost, ratios.get(op, []), ratios[None]) for op, cost in zip(classes, yardstick, strict=True)
-    )
+            for key in (op, None):
+                ratios[key].append(timed.us / cost.us)
 
+    def scaled(op: OpClass, cost: Cost) -> Cost:
+        among = ratios[op] if len(ratios[op]) >= MIN_RATIOS else ratios[None]
+        if not among:
+            return Cost(cost.us, Source.CLASS, 1.0)
+        middle, spread = middle_and_spread(among)
+        return Cost(cost.us * middle, Source.CLASS, max(0.5, spread))
 
-def _scaled(cost: Cost, of_class: list[float], of_all: list[float]) -> Cost:
-    ratios = of_class if len(of_class) >= MIN_RATIOS else of_all
-    if not ratios:
-        return Cost(cost.us, Source.CLASS, 1.0)
-    middle = median(ratios)
-    spread = median(abs(r - middle) for r in ratios) / middle
-    return Cost(cost.us * middle, Source.CLASS, max(0.5, spread))
+    return tuple(map(scaled, classes, yardstick))

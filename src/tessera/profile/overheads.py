@@ -59,12 +59,15 @@ def overhead_of(
     elif op == "reduction":
         _reduction(terms, launch, ins[0], outs[0])
     elif base in SAMPLERS:
-        _sampling(terms, SAMPLERS[base], ins[0], outs[0])
+        kind, row = SAMPLERS[base], ins[0].shape[-1] if ins[0].shape else 1
+        terms |= {f"{kind}_floor": 1.0, kind: ins[0].num_elements if kind == "argmax" else row}
     elif base in SCANS:
         terms |= {"scan": outs[0].num_elements, "scan_floor": 1.0}
         _copied(terms, ins[0])
-    elif op in ("scatter", "gather"):
-        _indexed(terms, op, ins, outs[0])
+    elif op == "scatter" and len(ins) > 2:
+        terms |= {"put": ins[-1].num_elements, "put_floor": 1.0}
+    elif op == "gather" and sum(v.dtype == "int64" for v in ins[1:]) > 1:  # by one list it is a copy
+        terms |= {"put": outs[0].num_elements, "put_floor": 1.0}
     elif op == "conv":
         _convolution(terms, launch, ins, outs[0])
     elif op == "grouped" or (op == "gemm" and not all(starts_at_vectors(v) for v in ins if len(v.shape) > 1)):
@@ -147,23 +150,6 @@ def _reduces_inner(launch: Launch, view: View) -> bool:
     reduced = {d % len(view.shape) for d in dims if type(d) is int and view.shape}
     inner = {i for i, (n, s) in enumerate(zip(view.shape, view.stride, strict=True)) if s == 1 and n > 1}
     return not reduced or bool(reduced & inner)
-
-
-def _sampling(terms: dict[str, float], kind: str, view: View, out: View) -> None:
-    terms[f"{kind}_floor"] = 1.0
-    if kind == "argmax":
-        terms["argmax"] = view.num_elements
-    else:
-        terms[kind] = view.shape[-1] if view.shape else 1
-
-
-def _indexed(terms: dict[str, float], op: str, ins: tuple[View, ...], out: View) -> None:
-    """A gather by one index list is a copy; several lists and scatters compute indices."""
-    lists = [v for v in ins[1:] if v.dtype == "int64"]
-    if op == "scatter" and len(ins) > 2:
-        terms |= {"put": ins[-1].num_elements, "put_floor": 1.0}
-    elif op == "gather" and len(lists) > 1:
-        terms |= {"put": out.num_elements, "put_floor": 1.0}
 
 
 def _convolution(terms: dict[str, float], launch: Launch, ins: tuple[View, ...], out: View) -> None:

@@ -243,25 +243,21 @@ class TableFile:
 
 @dataclass(frozen=True, slots=True)
 class TableCache:
-    folder: Path | None
+    folder: Path
 
-    def get(self, key: str) -> Arrays | None:
-        if self.folder is None:
-            return None
-        try:
-            with np.load(self.folder / f"{key}.npz", allow_pickle=False) as entry:
-                return {name: entry[name] for name in entry.files}
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile):
-            return None
-
-    def put(self, key: str, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        if self.folder is None:
-            return
-        file = io.BytesIO()
-        np.savez(file, allow_pickle=False, **dict(arrays))
+    def find_or_make(self, key: str, make: Callable[[], Arrays]) -> Arrays:
+        path = self.folder / f"{key}.npz"
+        with (
+            suppress(OSError, ValueError, EOFError, zipfile.BadZipFile),
+            np.load(path, allow_pickle=False) as entry,
+        ):
+            return {name: entry[name] for name in entry.files}
+        arrays, file = make(), io.BytesIO()
+        np.savez(file, allow_pickle=False, **arrays)
         with suppress(OSError, ArtifactError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self.folder / f"{key}.npz", [file.getvalue()])
+            write_whole(path, [file.getvalue()])
+        return arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,10 +273,7 @@ class Rows:
 def read_rows(file: TableFile, variant: str, store: TableCache) -> Rows:
     kind = KINDS[file.op]
     key = key_of([file.path], "rows", file.op, variant)
-    arrays = store.get(key)
-    if arrays is None:
-        arrays = _read(file, kind, variant)
-        store.put(key, arrays)
+    arrays = store.find_or_make(key, lambda: _read(file, kind, variant))
     us = arrays["us"]
     if not us.size:
         raise Absent
@@ -357,14 +350,7 @@ def _version_key(path: Path) -> tuple[int, ...]:
 def key_of(paths: Iterable[Path], *words: str) -> str:
     digest = hashlib.sha256(repr((READER_VERSION, words)).encode())
     for path in paths:
-        digest.update(repr((str(path), *_stamp(path))).encode())
+        with suppress(OSError):  # reading reports a deleted file
+            stat = path.stat()
+            digest.update(repr((str(path), stat.st_size, stat.st_mtime_ns)).encode())
     return digest.hexdigest()[:32]
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    try:
-        stat = path.stat()
-    except OSError:
-        # Reading reports a deleted file.
-        return 0, 0
-    return stat.st_size, stat.st_mtime_ns

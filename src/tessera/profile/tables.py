@@ -29,7 +29,7 @@ from tessera.profile import fitted, table_files
 from tessera.profile.counts import OpClass, Work
 from tessera.profile.fitted import Array, Loads
 from tessera.profile.gpus import Gpu, gpu, known_gpus
-from tessera.profile.table_files import KINDS, Absent, Mask, Rows, TableCache, TableFile, Unusable
+from tessera.profile.table_files import KINDS, Absent, Arrays, Mask, Rows, TableCache, TableFile, Unusable
 
 if TYPE_CHECKING:
     from scipy.spatial import cKDTree
@@ -171,12 +171,13 @@ def _judged(root: Path, rows: Rows, surface: Surface, store: TableCache) -> tupl
     key = table_files.key_of(
         [rows.file.path, *(o.path for o in others)], "verdict", rows.file.op, rows.variant, _fitted()
     )
-    arrays = store.get(key)
-    if arrays is None:
+
+    def make() -> Arrays:
         ratios, spreads = _compared(rows, others, store)
         spread = float(np.median(spreads)) if spreads else fitted.usual_spread(rows.file.op)
-        arrays = {"errors": surface.errors(), "spread": np.array([spread]), "ratios": np.array(ratios)}
-        store.put(key, arrays)
+        return {"errors": surface.errors(), "spread": np.array([spread]), "ratios": np.array(ratios)}
+
+    arrays = store.find_or_make(key, make)
     return arrays["errors"], float(arrays["spread"][0]), [float(r) for r in arrays["ratios"]]
 
 
@@ -214,25 +215,20 @@ def impossible(us: Array, loads: tuple[Loads, ...], peaks: fitted.Peaks) -> npt.
 
 
 def _check_growth(rows: Rows) -> None:
-    exponents = _exponents(rows)
-    if len(exponents) >= 5 and (grows := float(np.median(exponents))) < MIN_EXPONENT:
-        power = f"to the power of {grows:.1f} where it must be about 2"
-        raise Unusable(f"its attention grows with the length {power}")
-
-
-def _exponents(rows: Rows) -> list[float]:
     c = rows.columns
-    long = np.flatnonzero((c["isl"] >= LONG_PROMPT) & (c["step"] == 0))
     curves: dict[tuple[float, ...], list[tuple[float, float]]] = {}
-    for i in long:
+    for i in np.flatnonzero((c["isl"] >= LONG_PROMPT) & (c["step"] == 0)):
         key = (c["batch_size"][i], c["num_heads"][i], c["num_key_value_heads"][i])
         curves.setdefault(key, []).append((float(c["isl"][i]), float(rows.us[i])))
-    return [
+    exponents = [
         float(np.log(b_us / a_us) / np.log(b / a))
         for points in curves.values()
         for (a, a_us), (b, b_us) in pairwise(sorted(points))
         if b > a
     ]
+    if len(exponents) >= 5 and (grows := float(np.median(exponents))) < MIN_EXPONENT:
+        power = f"to the power of {grows:.1f} where it must be about 2"
+        raise Unusable(f"its attention grows with the length {power}")
 
 
 def log_ratios(rows: Rows, other: Rows) -> Array:

@@ -1,6 +1,6 @@
 """ServicePlanner: a service plan for every policy, over the same captured steps, rehearsed under the load.
 
-Groups over several devices are placed by `plan.solve.place`, which counts steps as often as a rehearsal runs
+Groups over several devices are placed by `plan.lanes.place`, which counts steps as often as a rehearsal runs
 them. A policy is planned even if it misses the load's limits. `latency` is for the least time of one request;
 `auto` has it beside the best where it is quicker.
 
@@ -23,8 +23,8 @@ from tessera.execute.lower import homes_of
 from tessera.execute.memory import check_fits, footprints, ready_programs
 from tessera.plan import fluid, search_config
 from tessera.plan.fluid import POLICIES as DRAFTED
+from tessera.plan.lanes import lane_plan, place
 from tessera.plan.service import plan_service
-from tessera.plan.solve import lane_plan, place
 from tessera.serve.records import COST_ERROR, Shape
 from tessera.serve.rehearse import rated, rehearse
 from tessera.simulate import SteadyRates
@@ -73,7 +73,7 @@ class ServicePlanner:
         chosen = self._planned(DRAFTED)
         try:
             latency = self.best(LATENCY)
-            rivals = (*(rival for rival in chosen.rivals if rival.policy != chosen.policy), _rival(latency))
+            rivals = (*(rival for rival in chosen.rivals if rival.policy != chosen.policy), latency.rival)
             chosen = replace(chosen, rivals=rivals)
             check_groups((*chosen.groups, *latency.groups))
         except (PlanInfeasible, DeviceMemoryError):
@@ -261,10 +261,5 @@ def check_groups(groups: Sequence[ir.Group]) -> None:
 
 
 def _merit(plan: ir.ServicePlan) -> tuple[bool, float]:
-    assert plan.expected is not None
-    return plan.expected.is_within(plan.load), plan.expected.tokens_per_s
-
-
-def _rival(plan: ir.ServicePlan) -> ir.Rival:
-    assert plan.expected is not None
-    return ir.Rival(plan.policy, tuple(group.size for group in plan.groups), plan.expected)
+    expected = plan.rival.expected
+    return expected.is_within(plan.load), expected.tokens_per_s

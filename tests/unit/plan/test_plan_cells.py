@@ -1,13 +1,11 @@
 """Plans for many devices are never below plans for fewer, side by side."""
 
-from dataclasses import replace
-
 import pytest
 
 from plan_factories import layered_case, make_cluster
 from tessera import ir
-from tessera.plan.problem import build, partitions
-from tessera.plan.solve import PlanConfig, side_by_side, solve
+from tessera.plan.problem import partitions
+from tessera.plan.solve import PlanConfig, solve
 from tessera.simulate import SteadyRates
 
 Case = tuple[ir.WorkUnit, tuple[ir.Costs, ...], ir.Cluster]
@@ -62,15 +60,3 @@ def test_cells_are_made_of_whole_kinds() -> None:
         first for first, *_ in partitions([(0, 1), (2, 3, 4, 5)])
     ]
     assert [] == list(partitions([(0,), (1,)]))
-
-
-def test_a_part_with_more_lanes_than_microbatches_gives_those_that_have_one() -> None:
-    unit, costs, cluster = many(1, 1)
-    config = PlanConfig(ir.Objective.THROUGHPUT, microbatches=2, shown_microbatches=())
-    plan = solve(*many(1, 0), config, SteadyRates())
-    part = replace(plan, lanes=plan.lanes[:1] * 3, lane_table=(2, 0, 1), microbatches=2)
-
-    both = side_by_side(build(unit, costs, cluster), [(part, ((0,), (1,)))])
-
-    assert (4, 4) == (len(both.lanes), both.microbatches)
-    assert (1, 0, 3, 2) == both.lane_table

@@ -7,10 +7,17 @@ import pytest
 
 from plan_factories import Draft, Named, chain, layered_case, make_cluster, make_costs, make_unit
 from tessera.plan.config import FULL
-from tessera.plan.latency import RequestTimer, bound_us, solve
-from tessera.plan.latency.frontier import Course, course_of, search
-from tessera.plan.latency.frontier import bound_us as front_bound_us
-from tessera.plan.latency.layout import NEVER_US, layout_of
+from tessera.plan.latency import (
+    NEVER_US,
+    Course,
+    RequestTimer,
+    bound_us,
+    course_of,
+    front_bound_us,
+    layout_of,
+    search,
+    solve,
+)
 from tessera.plan.problem import Problem, build
 
 WIDE = 1000

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from plan_factories import Draft, make_cluster, make_costs, make_unit
 from sampling import examples
 from tessera.plan.config import FULL
-from tessera.plan.latency import RequestTimer, bound_us, solve
-from tessera.plan.latency.layout import layout_of, non_dominated, tails_of
+from tessera.plan.latency import RequestTimer, bound_us, layout_of, non_dominated, solve, tails_of
 from tessera.plan.problem import Problem, build
 
 

@@ -18,8 +18,8 @@ from tessera.errors import UnknownName
 from tessera.plan.baselines import COARSE
 from tessera.plan.constraints import attention_launches, layers_of
 from tessera.plan.problem import Mix, build
-from tessera.plan.search.planners import PLANNERS, planner_named
 from tessera.plan.search.task import Task
+from tessera.plan.solve import PLANNERS, planner_named
 
 
 def task_of(num_layers: int = 4) -> Task:

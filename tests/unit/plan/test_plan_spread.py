@@ -7,8 +7,8 @@ import pytest
 import home_factory
 from factories import make_cluster, make_plan
 from tessera.ir import Costs, Placement, WorkUnit
-from tessera.plan.solve import lane_plan
-from tessera.plan.spread import Spread, even_order, variants_of
+from tessera.plan.host import even_order
+from tessera.plan.lanes import Spread, lane_plan, variants_of
 from tessera.simulate import SteadyRates
 
 

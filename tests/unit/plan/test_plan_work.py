@@ -18,8 +18,7 @@ from tessera.capture import outlines
 from tessera.flow import make_unit, price
 from tessera.plan.pricing import milp
 from tessera.plan.problem import build
-from tessera.plan.search.planners import PLANNERS
-from tessera.plan.solve import PlanConfig, solve
+from tessera.plan.solve import PLANNERS, PlanConfig, solve
 from tessera.profile import make_cluster, parse_devices
 
 # A process that imports no torch.

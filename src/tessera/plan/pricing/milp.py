@@ -127,12 +127,12 @@ def shortage(problem: Problem, column: Column, least_bytes: float) -> PlanInfeas
     worst = int(excess.argmax())
     lacking = max(float(excess[worst]), least_bytes)
     how = "no placement fits" if least_bytes > 0 else "no placement was found that fits"
-    message = (
+    return _too_little(
         f"{how}: at best {problem.cluster.names[worst]} needs weights {units.size(weights[worst])}, "
         f"state and temporaries of 1 request {units.size(per_microbatch[worst])}; it has "
-        f"{units.size(problem.memory_bytes[worst])}, {_lacks(lacking)}"
+        f"{units.size(problem.memory_bytes[worst])}",
+        lacking,
     )
-    return PlanInfeasible(message, _remedy(lacking))
 
 
 def check_total(problem: Problem) -> None:
@@ -142,8 +142,9 @@ def check_total(problem: Problem) -> None:
     lacking = weights + state - memory
     if lacking > 0:
         need = f"weights take {units.size(weights)} and the state of one request {units.size(state)}"
-        has = f"{_devices(problem)} {units.size(memory)}, {_lacks(lacking)}"
-        raise PlanInfeasible(f"the model does not fit: {need}; {has}", _remedy(lacking))
+        names = problem.cluster.names
+        holders = f"{names[0]} has" if len(names) == 1 else f"{', '.join(names)} together have"
+        raise _too_little(f"the model does not fit: {need}; {holders} {units.size(memory)}", lacking)
     each = np.zeros(problem.num_nodes)
     for held in (problem.weights, problem.states):
         np.add.at(each, held.pin_node, held.num_bytes[held.pin_item])
@@ -152,22 +153,16 @@ def check_total(problem: Problem) -> None:
     if lacking > 0:
         step, launch = first_launch(problem.node_of, node)
         trace, room = problem.unit.graphs[step].trace, units.size(problem.memory_bytes[largest])
-        raise PlanInfeasible(
+        raise _too_little(
             f"launch {launch} of {trace.step.kind} ({trace.kernel_of(launch).name}) and what must be with it "
             f"need {units.size(each[node])}; the largest device, {problem.cluster.names[largest]}, has "
-            f"{room}, {_lacks(lacking)}",
+            f"{room}",
+            lacking,
             "Add a larger device, or lower the batch or the context.",
         )
 
 
-def _devices(problem: Problem) -> str:
-    names = problem.cluster.names
-    return f"{names[0]} has" if len(names) == 1 else f"{', '.join(names)} together have"
-
-
-def _lacks(num_bytes: float) -> str:
-    return f"{units.size(num_bytes)} too little"
-
-
-def _remedy(lacking: float) -> str:
-    return f"Add a device with {units.size(lacking)} or more, or lower the batch or the context."
+def _too_little(message: str, lacking: float, remedy: str = "") -> PlanInfeasible:
+    size = units.size(lacking)
+    remedy = remedy or f"Add a device with {size} or more, or lower the batch or the context."
+    return PlanInfeasible(f"{message}, {size} too little", remedy)

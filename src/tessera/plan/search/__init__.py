@@ -1,1 +1,1 @@
-"""Search: candidates of every planner, and the judge that compares them."""
+"""Search: candidates of every planner, and the task that compares them."""

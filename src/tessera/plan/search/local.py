@@ -10,7 +10,7 @@ of moves depends only on the unit's size, so plans are reproducible.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +20,8 @@ from tessera.plan.pricing import throughput
 from tessera.plan.problem import Column, Mix, microbatch_counts
 from tessera.plan.search.task import Task
 
-TeamKey = tuple[tuple[bytes, int], ...]
+# (placement, microbatches) of each lane.
+TeamKey = frozenset[tuple[bytes, int]]
 
 
 def throughput_mixes(task: Task) -> tuple[Mix, ...]:
@@ -64,10 +65,7 @@ class Search:
     def look(self, mix: Mix) -> float:
         """Figure of a new mix; 0 if it was rated before, does not fit or cannot win."""
         counts = microbatch_counts(mix, self.task.microbatches)
-        key = (
-            frozenset(zip((c.key for c in mix.columns), counts, strict=True)),
-            not mix.microbatches and mix.shares,
-        )
+        key = _key(dict(zip(mix.columns, counts, strict=True))), not mix.microbatches and mix.shares
         if key in self._seen or mix.rate_per_s < self.best or sum(mix.microbatches) > self.task.microbatches:
             return 0.0
         self._seen.add(key)
@@ -98,7 +96,8 @@ class Search:
             for moves in self._moves(team):
                 num = 0
                 for other in moves:
-                    num += self.look(self._mix(other)) > 0.0
+                    if (_key(other), False) not in self._seen:
+                        num += self.look(self._mix(other)) > 0.0
                     if num == self.task.config.num_moves or self._left <= 0:
                         break
 
@@ -111,18 +110,14 @@ class Search:
                     self.look(held)
 
     def _team(self, mix: Mix) -> Counter[Column]:
-        """At most one lane per microbatch."""
-        columns = [self._canonical(c) for c in mix.columns]
-        counts: Counter[Column] = Counter()
-        share: Counter[Column] = Counter()
-        for column, num, part in zip(
-            columns, microbatch_counts(mix, self.task.microbatches), mix.shares, strict=True
-        ):
-            counts[column] += num
-            share[column] += part  # type: ignore[assignment]
-        while sum(counts.values()) > self.task.microbatches:
-            counts -= Counter([min(counts, key=lambda c: share[c])])
-        return counts
+        """At most one lane per microbatch: those with the largest shares."""
+        columns, left = [self._canonical(c) for c in mix.columns], self.task.microbatches
+        counts = Counter(dict.fromkeys(columns, 0))
+        lanes = zip(mix.shares, columns, microbatch_counts(mix, left), strict=True)
+        for _, column, num in sorted(lanes, key=lambda lane: -lane[0]):
+            counts[column] += min(num, left)
+            left -= min(num, left)
+        return +counts
 
     def _canonical(self, column: Column) -> Column:
         return self._columns.setdefault(column.key, column)
@@ -155,5 +150,5 @@ class Search:
             yield [team for _, team in sorted(listed, key=lambda x: -x[0])]
 
 
-def _key(team: Counter[Column]) -> TeamKey:
-    return tuple(sorted((c.key, n) for c, n in team.items()))
+def _key(team: Mapping[Column, int]) -> TeamKey:
+    return frozenset((column.key, num) for column, num in team.items())
