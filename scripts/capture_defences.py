@@ -43,7 +43,7 @@ DEFENCES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     "operators that answer the host": ((operators, "_answers_the_host", lambda func: False),),
     "operators sized by values": ((operators, "_sizes_by_value", lambda func: False),),
     "tensors of earlier calls": ((recorder, "keep_apart", lambda storages: None),),
-    "caught refusals": ((record, "insisting", nullcontext), (operators, "insisting", nullcontext)),
+    "caught refusals": ((operators, "insisting", nullcontext),),
     "generator states": ((rng.Draws, "_check", lambda self, name: None),),
 }
 

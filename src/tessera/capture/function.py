@@ -26,7 +26,7 @@ from tessera.capture.blocks import BlockPart
 from tessera.capture.fxgraph import GraphStep
 from tessera.capture.holders import Before, Held, PyValue, find, line_that_changes, python_state, root
 from tessera.capture.operators import check_resolved, check_tensor, is_lazy
-from tessera.capture.own import own_launches, standing_for
+from tessera.capture.own import standing_for
 from tessera.capture.reads import traced
 from tessera.capture.recorder import Watch
 from tessera.capture.workload import Tensors, Workload, fresh_tensor
@@ -106,7 +106,7 @@ class FunctionCall:
         fixed = [i for i, block in enumerate(self.blocks) if block.parts[0][0] >= self._num_args]
         watch = Watch([tensors[block.parts[0][0]] for block in self.blocks], fixed)
         try:
-            with self.mode(), rng.forked(), traced(), own_launches(watch.own_launch):
+            with self.mode(), rng.forked(), traced():
                 with watch:
                     result = self.fn(*args, **kwargs)
                 touched = {keys[block] for block in watch.touched}

@@ -18,10 +18,9 @@ from tessera.capture.fake import uncollected
 from tessera.capture.function import workload as workload_of
 from tessera.capture.holders import Before, python_state, refuse_change
 from tessera.capture.models import another, build, known_models
-from tessera.capture.operators import fail, insisting
-from tessera.capture.own import own_launches
-from tessera.capture.reads import calls_refused, reads_refused
-from tessera.capture.recorder import Recorder, Scopes
+from tessera.capture.operators import fail
+from tessera.capture.reads import calls_refused
+from tessera.capture.recorder import Recorder
 from tessera.capture.rng import entered, seeded_state, without_generators
 from tessera.capture.workload import UNFIT, Tensors, Workload, on_device
 from tessera.errors import CaptureError, UnknownName
@@ -116,17 +115,14 @@ class Recordings:
 
     def record(self, inputs: Tensors, state: Tensors, seed: int = 0) -> Recorded:
         workload = self.workload
-        with Scopes(workload.module) as scopes, entered(_generators(state, self.device, seed)):
-            recorder = Recorder(scopes, self.device, self.varying)
+        with entered(_generators(state, self.device, seed)):
+            recorder = Recorder(workload.module, self.device, self.varying)
             recorder.name_buffers(BufferKind.WEIGHT, workload.weights())
             recorder.name_buffers(BufferKind.INPUT, inputs)
             recorder.name_buffers(BufferKind.STATE, state)
             with (
                 torch.no_grad(),
                 uncollected(),
-                insisting(),
-                own_launches(recorder.own_launch),
-                reads_refused(recorder.varies),
                 recorder,
                 calls_refused() if seed else nullcontext(),  # slow, so only on the second look
             ):

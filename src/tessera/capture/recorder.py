@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch._subclasses import fake_tensor
@@ -29,7 +29,7 @@ from tessera.capture import operators
 from tessera.capture.blocks import raw
 from tessera.capture.fake import run_fake
 from tessera.capture.operators import Recorded, Results, fail
-from tessera.capture.own import OwnLaunch, inside_operator, tensors_in, unchanged
+from tessera.capture.own import OwnLaunch, inside_operator, own_launches, tensors_in, unchanged
 from tessera.capture.reads import reads_refused
 from tessera.capture.rng import Draws, generator_of, size_of
 from tessera.errors import CaptureError
@@ -279,21 +279,34 @@ def run_operator(run: Callable[..., Any], func: Any, args: tuple[Any, ...], kwar
 
 
 class Recorder(OperatorMode):
+    """While entered, the operators, kernels and host reads of this thread belong to the step."""
+
     def __init__(
-        self,
-        scopes: Scopes,
-        recorded_on: str = "cpu",
-        varying: frozenset[BufferKind] = frozenset({BufferKind.INPUT, BufferKind.STATE}),
+        self, module: torch.nn.Module, recorded_on: str, varying: frozenset[BufferKind] = frozenset()
     ) -> None:
-        """`varying`: kinds of buffer whose values differ between calls."""
+        """`module`: its parts name scopes; `varying`: kinds of buffer whose values differ between calls."""
         super().__init__()
-        self._scopes, self._ledger = scopes, Ledger(recorded_on)
+        self._scopes, self._ledger = Scopes(module), Ledger(recorded_on)
         self._run = run_fake if recorded_on == "fake" else call_operator
         self._draws = Draws(recorded_on == "fake")
         self._num_views = 0
         self._aliases: Counter[str] = Counter()
         self._varying_kinds, self._varying = varying, set[int]()
+        self._contexts = ExitStack()
         self.places: list[str] = []
+
+    def __enter__(self) -> Self:
+        self._contexts.enter_context(operators.insisting())
+        self._contexts.enter_context(own_launches(self.own_launch))
+        self._contexts.enter_context(reads_refused(self.varies))
+        self._contexts.enter_context(self._scopes)
+        return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        computed = {b for b in self._varying if self._ledger.buffers[b].kind is BufferKind.TEMPORARY}
+        keep_apart({key: held for key, (held, b) in self._ledger.storages.items() if b in computed})
+        self._contexts.__exit__(*error)
 
     def name_buffers(self, kind: BufferKind, tensors: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
@@ -317,12 +330,7 @@ class Recorder(OperatorMode):
 
     def trace(self, step: Step, outputs: Mapping[str, torch.Tensor]) -> Trace:
         self._draws.check()
-        self._keep_apart()
         return self._ledger.trace(step, outputs, self._num_views, tuple(sorted(self._aliases.items())))
-
-    def _keep_apart(self) -> None:
-        computed = {b for b in self._varying if self._ledger.buffers[b].kind is BufferKind.TEMPORARY}
-        keep_apart({key: held for key, (held, b) in self._ledger.storages.items() if b in computed})
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = _tensors((args, kwargs))
@@ -435,11 +443,10 @@ class Watch(Recorder):
     def __init__(self, tensors: Sequence[torch.Tensor], fixed: Collection[int]) -> None:
         """`tensors`: one of each storage; `fixed`: numbers of those that no request decides."""
         is_fake = any(isinstance(t, fake_tensor.FakeTensor) for t in tensors)
-        super().__init__(Scopes(torch.nn.Module()), recorded_on="fake" if is_fake else "cpu")
+        super().__init__(torch.nn.Module(), "fake" if is_fake else "cpu")
         self._tensors = tensors
         declared = self._ledger.declare(BufferKind.STATE, {str(i): t for i, t in enumerate(tensors)})
         self._varying = set(declared) - set(fixed)
-        self._stack = ExitStack()
         self.saved: dict[int, torch.Tensor] = {}
 
     @property
@@ -450,16 +457,6 @@ class Watch(Recorder):
     @property
     def generators(self) -> list[str]:
         return self._draws.names
-
-    def __enter__(self) -> "Watch":
-        self._stack.enter_context(operators.insisting())
-        self._stack.enter_context(reads_refused(self.varies))
-        return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._keep_apart()
-        self._stack.__exit__(*error)
 
     def _execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorded: Recorded) -> Any:
         self._save(operators.argument_accesses(func._schema, recorded[0], dict(recorded[1])))
