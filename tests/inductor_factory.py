@@ -145,11 +145,20 @@ class Cpu:
 
 
 def random_order(graph: Graph, rng: random.Random, without: Hazard | None = None) -> list[int]:
-    """A random topological order, as if edges of one kind did not exist."""
+    """A random topological order, as if edges of one kind did not exist.
+
+    Kernels that check their indices stay behind all that they depend on: a failed check ends the process.
+    """
     before: dict[int, set[int]] = {i: set() for i in range(len(graph.trace.launches))}
-    for edge in graph.edges:
+    ancestors: dict[int, set[int]] = {i: set() for i in before}
+    for edge in graph.edges:  # sorted by their ends
+        ancestors[edge.dst] |= {edge.src, *ancestors[edge.src]}
         if edge.hazard is not without:
             before[edge.dst].add(edge.src)
+    for launch in before:
+        kernel = graph.trace.kernel_of(launch)
+        if kernel.origin is not Origin.TRITON or "assertfail" in kernel.ptx:
+            before[launch] |= ancestors[launch]
     order: list[int] = []
     while len(order) < len(before):
         done = set(order)

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from cuda_replay import CudaReplay
+from inductor_factory import random_order
 from tessera.analyze import build_graph
 from tessera.capture import Workload, build
 from tessera.capture.inductor import Recording, record_inductor
 from tessera.capture.workload import on_device
-from tessera.ir import Graph, Hazard, Origin, Step
+from tessera.ir import Hazard, Origin, Step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,20 +50,6 @@ def replay_equals(kind: str, order: list[int] | None = None) -> bool:
     torch.cuda.synchronize()
     pairs = [(outputs[n], found[n]) for n in outputs] + [(wanted[n], state[n]) for n in wanted]
     return all(torch.equal(a, b) for a, b in pairs)
-
-
-def random_order(graph: Graph, rng: random.Random, without: Hazard | None = None) -> list[int]:
-    """A random topological order, as if edges of one kind did not exist."""
-    before: dict[int, set[int]] = {i: set() for i in range(len(graph.trace.launches))}
-    for edge in graph.edges:
-        if without is None or edge.hazard is not without:
-            before[edge.dst].add(edge.src)
-    order: list[int] = []
-    while len(order) < len(before):
-        done = set(order)
-        ready = [i for i in before if i not in done and before[i] <= done]
-        order.append(rng.choice(ready))
-    return order
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
