@@ -165,7 +165,6 @@ def overhead(log: Log, args: argparse.Namespace) -> None:
     from tessera.capture.inductor import record_inductor
     from tessera.execute.cuda.measure import UnitOnDevice, whole_plan
     from tessera.execute.offline import run_offline
-    from tessera.execute.processes import hidden_main
     from tessera.flow import UnitRequest, make_unit
 
     workload = build_case(Case("llama-3-8b", "decode", 32, 2048), args.layers)
@@ -195,10 +194,7 @@ def overhead(log: Log, args: argparse.Namespace) -> None:
         row = make_unit([recording.trace], (steps,))
         plan = replace(whole_plan(row, whole_card(), 0), microbatches=2)
         cpu = Same({n: t.cpu() for n, t in inputs.items()})
-        with (
-            hidden_main(),
-            opened(SimpleNamespace(weights=weights), {"single": plan}, 1.0, "auto") as stepper,
-        ):
+        with opened(SimpleNamespace(weights=weights), {"single": plan}, 1.0, "auto") as stepper:
             run_offline(stepper, [cpu] * 2, is_timed=True, skips=SKIPPED)
             ran = run_offline(stepper, [cpu] * 20, is_timed=True, skips=SKIPPED)
             per_s = steps * rate_per_s(ran.results)

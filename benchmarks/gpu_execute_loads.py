@@ -30,7 +30,6 @@ from tessera.capture import Workload
 from tessera.capture.record import PORTABLE, record
 from tessera.capture.workload import on_device
 from tessera.execute.cuda.measure import whole_plan
-from tessera.execute.processes import hidden_main
 from tessera.flow import LoadSteps, make_unit, plan_steps
 from tessera.ir import Cluster, Objective, Plan, Step, Trace
 from tessera.plan import Comparison, Option, PlanConfig, Target
@@ -195,7 +194,7 @@ def _run(row: Row, batch: int, microbatches: int, policy: str, device: int = 0) 
         costs = tuple(replace(c, devices=cluster.devices) for c in costs)
         plan = make_plans(built, costs, cluster, (policy,), microbatches)[policy]
         simulated = plan.simulated_per_s
-    with hidden_main(), opened(built, {policy: plan}, factor, "ipc") as stepper:
+    with opened(built, {policy: plan}, factor, "ipc") as stepper:
         first = timed(stepper, built, 0, 2 * microbatches)
         per_s = timed(stepper, built, 0, max(6 * microbatches, min(240, round(first * SECONDS))))
     del built

@@ -21,7 +21,7 @@ from tessera.execute.cuda.measure import measure
 from tessera.execute.cuda.pace import TimeScale, choose_scale
 from tessera.execute.link_times import time_transfers
 from tessera.execute.offline import RunResult, run_offline
-from tessera.execute.processes import FORKSERVER, hidden_main
+from tessera.execute.processes import FORKSERVER
 from tessera.execute.reference import InOrder, same_bits
 from tessera.execute.stepper import SpanLog
 from tessera.execute.worker_stepper import WorkerStepper
@@ -149,7 +149,7 @@ def rate_per_s(results: Sequence[RunResult]) -> float:
 
 
 def opened(built: Any, plans: dict[str, Plan], scale: float, transport: str, **more: Any) -> WorkerStepper:
-    """Workers with these plans; to be used in a `with` statement, and inside `hidden_main`."""
+    """Workers with these plans; to be used in a `with` statement."""
     options = {"transport": transport, "scale": scale, "timeout_s": TIMEOUT_S, "method": FORKSERVER, **more}
     return WorkerStepper(list(plans.values()), built.weights, **options)
 
@@ -169,7 +169,7 @@ def rates(
     """
     names, found = list(plans), dict[str, Any]()
     began = time.monotonic()
-    with hidden_main(), opened(built, plans, scale, transport, method=method) as stepper:
+    with opened(built, plans, scale, transport, method=method) as stepper:
         found["start s"] = round(time.monotonic() - began, 1)
         for number, name in enumerate(names):
             num = 2 * len(plans[name].lanes)
@@ -192,7 +192,7 @@ def slower_rates(
     """Measured over simulated at other time scales: the slower, the less two devices on one card meet."""
     found: dict[str, Any] = {}
     for scale in scales:
-        with hidden_main(), opened(built, plans, scale, "ipc") as stepper:
+        with opened(built, plans, scale, "ipc") as stepper:
             for number, (name, plan) in enumerate(plans.items()):
                 first = timed(stepper, built, number, 2 * plan.microbatches)
                 num = max(EACH * plan.microbatches, min(240, round(first * seconds)))
@@ -283,7 +283,7 @@ def compared(found: dict[str, Any]) -> dict[str, Any]:
 
 def hidden(built: Any, plan: Plan, scale: float) -> dict[str, Any]:
     """How much of the time in which bytes moved, the device that waited for them had other work."""
-    with hidden_main(), opened(built, {"p": plan}, scale, "ipc", is_profiled=True) as stepper:
+    with opened(built, {"p": plan}, scale, "ipc", is_profiled=True) as stepper:
         stepper.spans = SpanLog(plan)
         requests = [built.request(0) for _ in range(2 * plan.microbatches)]
         run_offline(stepper, requests, is_timed=True, skips=SKIPPED, spans=stepper.spans)
@@ -332,7 +332,7 @@ def run_soak(
     found: dict[str, Any] = {"policies": list(plans), "scale": round(scale.factor, 3)}
     wrong = lost = restarted = switches = 0
     used: list[int] = []
-    with hidden_main(), opened(built, plans, scale.factor, "ipc") as stepper:
+    with opened(built, plans, scale.factor, "ipc") as stepper:
         over = threading.Event()
         killed: list[str] = []
 

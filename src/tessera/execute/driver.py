@@ -38,22 +38,17 @@ LOOK_S = 20e-6
 _LEAST_GROUP = 8
 
 
-class _SmResource(ctypes.Structure):
-    _fields_ = (("count", ctypes.c_uint), ("least", ctypes.c_uint), ("alignment", ctypes.c_uint))
-
-
-class _Words(ctypes.Union):
-    _fields_ = (("sm", _SmResource), ("oversize", ctypes.c_ubyte * 48))
-
-
 class SmResource(ctypes.Structure):
-    """CUdevResource: 144 bytes since CUDA 12.4."""
+    """CUdevResource of SMs: 144 bytes since CUDA 12.4."""
 
-    _fields_ = (("kind", ctypes.c_uint), ("padding", ctypes.c_ubyte * 92), ("words", _Words))
-
-    @property
-    def num_sms(self) -> int:
-        return int(self.words.sm.count)
+    _fields_ = (
+        ("kind", ctypes.c_uint),
+        ("padding", ctypes.c_ubyte * 92),
+        ("num_sms", ctypes.c_uint),
+        ("least", ctypes.c_uint),
+        ("alignment", ctypes.c_uint),
+        ("rest", ctypes.c_ubyte * 36),
+    )
 
 
 class _MemOp(ctypes.Structure):
@@ -133,7 +128,7 @@ def all_sms(ordinal: int) -> SmResource:
 
 def split_sms(whole: SmResource) -> tuple[list[SmResource], SmResource]:
     """(groups, rest), in one call: the driver cannot split a split."""
-    least, num, rest = whole.words.sm.least or _LEAST_GROUP, ctypes.c_uint(0), SmResource()
+    least, num, rest = whole.least or _LEAST_GROUP, ctypes.c_uint(0), SmResource()
     split = "cuDevSmResourceSplitByCount"
     ask(split, None, ctypes.byref(num), ctypes.byref(whole), None, 0, least)
     groups = (SmResource * num.value)()

@@ -15,7 +15,6 @@ import torch
 from tessera import ir
 from tessera.errors import WorkerError
 from tessera.execute import driver
-from tessera.execute.processes import hidden_main
 from tessera.execute.stepper import StepCall, StepDone
 from tessera.execute.timing import threads
 from tessera.execute.worker_stepper import WorkerStepper
@@ -60,7 +59,7 @@ def time_transfers(
     plan = ir.Plan(*work, len(WHOLE_OR_NOT), 0.0, 0.0, 0.0, 0.0, lane_table=WHOLE_OR_NOT)
     alone, both = list[tuple[int, float]](), list[tuple[int, float]]()
     workers = WorkerStepper([plan], {}, transport=transport, timeout_s=TIMEOUT_S)
-    with hidden_main(), workers as stepper:
+    with workers as stepper:
         for microbatch, lane in enumerate(WHOLE_OR_NOT):
             stepper.open(microbatch, lane)
         for step, size in enumerate(sizes):

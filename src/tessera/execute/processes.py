@@ -28,8 +28,6 @@ MAX_FILES = 1 << 16
 KILL_S = 5.0
 
 _hiding = threading.Lock()
-# The program's `__main__` first; one entry per caller of `hidden_main`.
-_hidden: list[types.ModuleType] = []
 
 
 def raise_file_limit() -> int:
@@ -50,17 +48,13 @@ def warm_up(preloaded: list[str] = PRELOADED) -> None:
 
 @contextmanager
 def hidden_main() -> Iterator[None]:
-    """Keeps workers from importing the program that starts them."""
+    """Keeps a process that is started meanwhile from importing the program that starts it."""
     with _hiding:
-        _hidden.append(sys.modules["__main__"])
-        sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        with _hiding:
-            last = _hidden.pop()
-            if not _hidden:
-                sys.modules["__main__"] = last
+        program, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = program
 
 
 class LocalProcess:

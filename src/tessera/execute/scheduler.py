@@ -400,8 +400,7 @@ class Scheduler(Generic[R]):
             num, most = self._retries.get(request, 0) + 1, self._config.max_retries
             if most is not None and num > most:
                 del self._retries[request]
-                why = f"its devices were lost again ({event.said}). Try again."
-                self._watcher.failed(request, why)
+                self._watcher.failed(request, f"its devices were lost again: {event.said}")
                 return
             self._retries[request] = num
         self.queue.give_back(request)
