@@ -73,8 +73,6 @@ class MoveUnderWay:
     until_s: float
     began_s: float = field(default_factory=time.monotonic)
     failure: str = ""
-    # (run, device) that have not confirmed the cancellation.
-    ending: set[tuple[int, int]] = field(default_factory=set)
 
 
 class Runs:
@@ -90,8 +88,10 @@ class Runs:
         self.dead: set[int] = set()
         self.running: dict[int, Running] = {}
         self._num_runs = 0
-        # Microbatch -> (run, device) cancelled -> ends that the device has still to report; orders that wait.
-        self._ending: dict[int, Counter[tuple[int, int]]] = {}
+        # Cancelled run or move, until it has ended everywhere -> ends that each device has still to report.
+        self._ending: dict[int, Counter[int]] = {}
+        # Microbatch -> its cancelled runs, and the orders that wait for their end.
+        self._cancelled: dict[int, set[int]] = {}
         self._held: dict[int, list[tuple[int, bytes]]] = {}
         self.spans: SpanLog | None = None
         self.busy_s = dict.fromkeys(self._names, 0.0)
@@ -206,13 +206,14 @@ class Runs:
 
     def over(self, run: int, device: int) -> None:
         """Notes that a cancelled run or move has ended on a device."""
-        for entry in list(self.moves):
-            entry.ending.discard((run, device))
-            self._settle_move(entry)
-        for ending in self._ending.values():
-            if ending[run, device]:
-                ending[run, device] -= 1
-        self._send_held()
+        if device in self.unconfirmed([run]):
+            self._ending[run][device] -= 1
+        self._go_on()
+
+    def unconfirmed(self, runs: Collection[int]) -> set[int]:
+        """Devices that have not reported the end of these cancelled runs."""
+        ending = [self._ending[run] for run in runs if run in self._ending]
+        return {device for devices in ending for device, num in devices.items() if num}
 
     def end(self, microbatches: Collection[int], gone: Collection[int]) -> None:
         held = {number for number in microbatches if self._held.pop(number, None) is not None}
@@ -221,14 +222,15 @@ class Runs:
             number = running.microbatch.number
             if number in held:
                 continue  # its order was never sent
-            self._cancel(number, [(run, other) for other in running.missing - set(gone)])
-        for number, ending in self._ending.items():
-            late = {run for (run, device), num in ending.items() if num and device in gone}
-            for pair in [pair for pair in ending if pair[1] in gone]:
-                del ending[pair]
-            # A lost device may have sent after the others had cleared the run.
-            self._cancel(number, [pair for pair in ending if pair[0] in late])
-        self._send_held()
+            self._cancelled.setdefault(number, set()).add(run)
+            self._cancel(run, running.missing - set(gone))
+        for run in list(self._ending):
+            late = self.unconfirmed([run]) & set(gone)
+            for device in gone:
+                del self._ending[run][device]
+            if late:  # a lost device may have sent after the others had cleared the run
+                self._cancel(run, list(self._ending[run]))
+        self._go_on()
         for number in microbatches:
             del self.opened[number]
         self.dead.update(microbatches)
@@ -265,24 +267,22 @@ class Runs:
         for entry in list(self.moves):
             if not entry.failure and is_hit(entry):
                 entry.failure, entry.until_s = why, self._due_s()
-                entry.ending = {(run, device) for run, ends in entry.runs.items() for device in ends}
-                for run, device in entry.ending:
-                    if device not in gone:
-                        self.hub.order(device, messages.Cancel(run))
-            entry.ending = {(run, device) for run, device in entry.ending if device not in gone}
-            self._settle_move(entry)
+                for run, ends in entry.runs.items():
+                    self._cancel(run, set(ends) - set(gone))
+        self._go_on()
 
     def late_moves(self) -> tuple[list[tuple[int, int]], set[int]]:
         """Cancels late moves; returns their pairs of devices, and devices that have not confirmed."""
         late = [entry for entry in self.moves if entry.until_s <= time.monotonic()]
-        silent = {device for entry in late if entry.failure for _, device in entry.ending}
+        silent = self.unconfirmed([run for entry in late if entry.failure for run in entry.runs])
         pairs = [pair for entry in late if not entry.failure for pair in entry.runs.values()]
         why = f"its pages have not arrived within {self._timeout_s:g} s" if late else ""
         self.fail_moves(why, lambda entry: any(entry is other for other in late))
         return pairs, silent
 
     def _settle_move(self, entry: MoveUnderWay) -> None:
-        if (not entry.failure and entry.runs) or entry.ending:
+        going = entry.runs.keys() & self._ending.keys() if entry.failure else entry.runs
+        if going:
             return
         self.moves.remove(entry)
         num_bytes = 0 if entry.failure else entry.num_bytes.total()
@@ -329,20 +329,23 @@ class Runs:
     def _order(self, microbatch: int, device: int, order: messages.Message) -> None:
         """Holds an order back while a cancelled run of the microbatch has not ended everywhere."""
         data = messages.encode(order)
-        if self._ending.get(microbatch):
+        if microbatch in self._cancelled:
             self._held.setdefault(microbatch, []).append((device, data))
         else:
             self.hub.send(device, data)  # a lost worker is reported as a hang-up
 
-    def _cancel(self, microbatch: int, pairs: Collection[tuple[int, int]]) -> None:
-        for run, device in pairs:
-            self._ending.setdefault(microbatch, Counter())[run, device] += 1
+    def _cancel(self, run: int, devices: Collection[int]) -> None:
+        for device in devices:
+            self._ending.setdefault(run, Counter())[device] += 1
             self.hub.order(device, messages.Cancel(run))
 
-    def _send_held(self) -> None:
-        """Sends orders that waited for cancelled runs which have ended everywhere."""
-        for microbatch in [m for m, ending in self._ending.items() if not any(ending.values())]:
-            del self._ending[microbatch]
+    def _go_on(self) -> None:
+        """Ends failed moves, and sends orders, whose cancelled runs have ended everywhere."""
+        self._ending = {run: devices for run, devices in self._ending.items() if any(devices.values())}
+        for entry in list(self.moves):
+            self._settle_move(entry)
+        for microbatch in [m for m, runs in self._cancelled.items() if runs.isdisjoint(self._ending)]:
+            del self._cancelled[microbatch]
             for device, data in self._held.pop(microbatch, []):
                 self.hub.send(device, data)
 

@@ -78,9 +78,8 @@ class WorkerStepper(Runs):
         super().__init__(loaded, workers, timeout_s)
         self.add(lanes)
         self._inquiries: list[_Inquiry] = []
-        # Link -> (run, device) cancelled when it was reopened: until they end, complaints are about the old
-        # link.
-        self._stale: dict[tuple[int, int], set[tuple[int, int]]] = {}
+        # Link -> runs cancelled when it was reopened: until they end, complaints are about the old link.
+        self._stale: dict[tuple[int, int], list[int]] = {}
         # In a row, without a step over the link.
         self._cuts: Counter[tuple[int, int]] = Counter()
 
@@ -226,8 +225,6 @@ class WorkerStepper(Runs):
                     self._collect(device, message)
             case messages.Cancelled(run):
                 self.over(run, device)
-                for stale in self._stale.values():
-                    stale.discard((run, device))
             case messages.WorkerReady():
                 self.lanes.lost.discard(self._names[device])
                 self._events.append(stepper.DeviceBack(self._names[device]))
@@ -236,7 +233,7 @@ class WorkerStepper(Runs):
             case messages.Failed(text, remedy):
                 self._lose(device, text, remedy)
             case messages.PeerLost(peer, text, epoch) if 0 <= peer < len(self._names) and peer != device:
-                is_stale = any(at == device for _, at in self._stale.get(_pair(device, peer), ()))
+                is_stale = device in self.unconfirmed(self._stale.get(_pair(device, peer), ()))
                 member = self.hub.members[peer]
                 if member.state == "ready" and member.epoch == epoch and not is_stale:
                     self._ask(_Inquiry({device, peer}, ends=(device, peer), why=text))
@@ -328,8 +325,7 @@ class WorkerStepper(Runs):
         if not hit:
             return
         self._cuts[pair] += 1
-        over = [(run, running.missing) for run, running in going.items() if running.microbatch.number in hit]
-        self._stale[pair] = {(run, at) for run, missing in over for at in missing if at in pair}
+        self._stale[pair] = [run for run, running in going.items() if running.microbatch.number in hit]
         self.end(hit, set())
         one, message = self._names[device], f"{words}; both workers answer, and it is opened again"
         is_certain = self._cuts[pair] > MAX_CUTS
@@ -355,7 +351,6 @@ class WorkerStepper(Runs):
         name = self._names[device]
         self.lanes.lost.add(name)
         self._inquiries = [i for i in self._inquiries if device not in i.devices]
-        self._stale = {pair: stale for pair, stale in self._stale.items() if device not in pair}
         hit = [number for number, opened in self.opened.items() if name in opened.lane.devices]
         self.end(hit, {device})
         self._events.append(
