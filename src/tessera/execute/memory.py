@@ -355,12 +355,6 @@ class Memory:
     def is_fixed(self, buffer: int) -> bool:
         return False
 
-    def before(self, launch: int) -> None:
-        """Hook: a launch is about to run."""
-
-    def after(self, launch: int) -> None:
-        """Hook: a launch has run."""
-
     def fetch(self, launch: int) -> None:
         for buffer, place in self.slots[launch].items():
             source = self._weights[buffer]

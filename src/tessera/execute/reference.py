@@ -22,7 +22,6 @@ from tessera.execute.launcher import Launcher
 from tessera.execute.memory import (
     Memory,
     Storage,
-    allocate,
     bind_storages,
     bytes_of,
     flat_bytes,
@@ -45,22 +44,14 @@ GARBAGE_ERRORS = (RuntimeError, IndexError, ValueError, TypeError, ArithmeticErr
 
 
 class TraceRunner:
-    """Runs the launches of one trace on one device, in any order.
-
-    The memory decides where buffers are; its `before` and `after` hooks run around each launch.
-    """
+    """Runs the launches of one trace on one device, in any order."""
 
     def __init__(self, trace: Trace, weights: Tensors, device: torch.device = CPU) -> None:
         self.trace, self.device = trace, device
         self.launcher = Launcher(trace, device)
         self.weights = bind_storages(trace, (BufferKind.WEIGHT,), weights, device)
-
-    def memory(self, inputs: Tensors, state: Tensors) -> Memory:
-        """Buffers are allocated when first named; state is changed in place."""
-        memory = Memory(self.weights, fresh(self.trace, self.device))
-        for buffer, storage in self.storages(inputs, state).items():
-            memory.put(buffer, storage)
-        return memory
+        # The last launch that was begun.
+        self.launch = 0
 
     def storages(self, inputs: Tensors, state: Tensors) -> dict[int, Storage]:
         return {
@@ -68,9 +59,10 @@ class TraceRunner:
             **bind_storages(self.trace, (BufferKind.STATE,), state, self.device),
         }
 
-    def run(self, memory: Memory, order: Iterable[int] | None = None) -> None:
+    def run(self, memory: "_SharedMemory", order: Iterable[int] | None = None) -> None:
         with torch.no_grad():
             for launch in range(len(self.trace.launches)) if order is None else order:
+                self.launch = launch
                 memory.before(launch)
                 self.launcher.run(launch, memory)
                 memory.after(launch)
@@ -96,7 +88,7 @@ class InOrder:
             state[name] = tensor.to(self._device)
         copies = {name: tensor.to(self._device, copy=True) for name, tensor in inputs.items()}
         runner = self._runners[step]
-        memory = runner.memory(copies, state)
+        memory = _SharedMemory(runner, runner.storages(copies, state))
         runner.run(memory)
         return runner.outputs(memory)
 
@@ -113,11 +105,9 @@ class Replay:
     def __init__(self, trace: Trace, weights: Tensors, inputs: Tensors, state: Tensors) -> None:
         self._trace, self._runner = trace, TraceRunner(trace, weights)
         self._initial = self._runner.storages(inputs, state)
-        self._shared = _SharedMemory(trace, self._runner.weights)
 
     def run(self, order: Iterable[int] | None = None) -> Replayed:
-        shared = self._shared
-        shared.reset(self._initial)
+        shared = _SharedMemory(self._runner, {b: s.clone() for b, s in self._initial.items()})
         self._runner.run(shared, order)
         kinds = (BufferKind.TEMPORARY, BufferKind.OUTPUT)
         left = {b: _flat(shared.get(b)).clone() for kind in kinds for b in self._trace.buffers_of(kind)}
@@ -128,7 +118,7 @@ class Replay:
         try:
             return self.run()
         except RuntimeError as error:
-            launch = self._shared.launch
+            launch = self._runner.launch
             name = self._trace.kernel_of(launch).name
             raise WorkerError(
                 f"launch {launch} ({name}) cannot be run on this machine's CPU: {first_line(error)}",
@@ -136,7 +126,7 @@ class Replay:
             ) from error
 
     def run_renamed(self, order: Sequence[int], values: Sequence[Value]) -> Replayed:
-        memory = _RenamedMemory(self._trace, self._runner.weights, self._initial, values)
+        memory = _RenamedMemory(self._runner, self._initial, values)
         self._runner.run(memory, order)
         memory.settle()
         return Replayed(self._runner.outputs(memory), self._state(memory), {})
@@ -163,43 +153,29 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class _SharedMemory(Memory):
-    def __init__(self, trace: Trace, weights: dict[int, Storage]) -> None:
-        super().__init__(weights)
-        self._is_empty = [is_allocation(trace, launch) for launch in range(len(trace.launches))]
-        sizes = [buffer.size_bytes for buffer in trace.buffers]
-        self._storages.update({b: allocate(size) for b, size in enumerate(sizes) if b not in weights})
-        self.launch = 0
+    """One storage per buffer, poison at first."""
 
-    def reset(self, initial: Mapping[int, Storage]) -> None:
-        for buffer, storage in self._storages.items():
-            if buffer in initial:
-                storage.copy_(initial[buffer])
-            else:
-                _flat(storage).fill_(POISON)
+    def __init__(self, runner: TraceRunner, initial: Mapping[int, Storage]) -> None:
+        super().__init__(runner.weights, fresh(runner.trace, runner.device, _poisoned))
+        self._trace = runner.trace
+        self._storages.update(initial)
 
     def before(self, launch: int) -> None:
-        self.launch = launch
+        """Called before each launch."""
 
-    def put(self, buffer: int, storage: Storage) -> None:
-        place = self._storages[buffer]
-        if self._is_empty[self.launch]:
-            _flat(place).fill_(POISON)
-        elif storage.data_ptr() != place.data_ptr():
-            place.copy_(storage)
+    def after(self, launch: int) -> None:
+        if is_allocation(self._trace, launch):
+            for view in self._trace.launches[launch].outputs:
+                if view is not None:
+                    _flat(self.get(view.buffer)).fill_(POISON)
 
 
-class _RenamedMemory(Memory):
-    """A launch that changes a buffer works on a copy."""
+class _RenamedMemory(_SharedMemory):
+    """One storage per version: a launch that changes a buffer works on a copy."""
 
-    def __init__(
-        self,
-        trace: Trace,
-        weights: Mapping[int, Storage],
-        initial: Mapping[int, Storage],
-        values: Sequence[Value],
-    ) -> None:
-        super().__init__(weights, fresh(trace, CPU, _poisoned))
-        self._trace, self._initial, self._values = trace, initial, values
+    def __init__(self, runner: TraceRunner, initial: Mapping[int, Storage], values: Sequence[Value]) -> None:
+        super().__init__(runner, {})
+        self._initial, self._values = initial, values
         # (launch, buffer) -> number of the version that it reads, and that it makes.
         self._reads = {(reader, v.buffer): n for n, v in enumerate(values) for reader in v.readers}
         self._makes = {(v.producer, v.buffer): n for n, v in enumerate(values) if v.producer is not None}
@@ -216,11 +192,10 @@ class _RenamedMemory(Memory):
                 self.put(buffer, version.clone() if (launch, buffer) in self._makes else version)
 
     def after(self, launch: int) -> None:
+        super().after(launch)
         for buffer in self._named(launch):
             if (launch, buffer) in self._makes:
-                version = self._versions[self._makes[launch, buffer]] = self.get(buffer)
-                if is_allocation(self._trace, launch):
-                    _flat(version).fill_(POISON)
+                self._versions[self._makes[launch, buffer]] = self.get(buffer)
 
     def settle(self) -> None:
         self._storages = dict(self._initial)
