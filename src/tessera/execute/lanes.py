@@ -18,15 +18,14 @@ Nearly all served lanes qualify: the choice of tokens depends on everything befo
 between steps, or whose steps use different devices, do not. Imports no torch.
 """
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from tessera.errors import MismatchError
-from tessera.execute.lower import LoweredRun, StepLowering, UnitLowering, homes_of, outputs_of
-from tessera.ir import Costs, DeviceKind, Graph, Lane, Plan, Trace
+from tessera.execute.lower import homes_of, in_order, lower, outputs_of
+from tessera.ir import Costs, DeviceKind, Graph, Lane, Plan, Program, Recv, Run, Send, Trace
 from tessera.kernels import BY_ROW, PAGE, is_paged
 
 Pair = tuple[int, int]
@@ -256,56 +255,44 @@ class StepOrder:
 
 
 def can_overlap(plan: Plan, lane: Lane) -> bool:
-    unit = UnitLowering(plan.unit, len(plan.cluster.devices))
-    if any(unit.moves(lane.placement)):
+    (programs,) = lower(replace(plan, lanes=(lane,)))
+    if len(programs) > len(plan.graphs):  # some only move state
         return False
-    orders = [order_of(step, place) for step, place in zip(unit.steps, lane.placement.devices, strict=True)]
+    orders = [order_of(graph.trace, program) for graph, program in zip(plan.graphs, programs, strict=True)]
     return all(one.can_precede(other) for one in orders for other in orders)
 
 
-def order_of(step: StepLowering, place: Sequence[int]) -> StepOrder:
-    run, num = step.run(place), step.num_devices
+def order_of(trace: Trace, program: Program) -> StepOrder:
+    num = len(program.instructions)
     clocks = [[0] * num for _ in range(num)]
     begun = [frozenset({device}) for device in range(num)]
     first: dict[Pair, frozenset[int]] = {}
     sent: dict[int, tuple[list[int], frozenset[int]]] = {}
-    position, ready = [0] * num, list(range(num))
-    while ready:
-        device = ready.pop()
-        for _, is_send, number in run.points[device][position[device] :]:
-            if not is_send and number not in sent:
-                break
-            position[device] += 1
+    # (device, buffer) -> events of the device before it last uses the buffer
+    used: dict[Pair, int] = {}
+    for device, instruction in in_order(program):
+        if isinstance(instruction, Run):
+            buffers = trace.launches[instruction.launch].buffers
+            used.update({(device, buffer): clocks[device][device] for buffer in buffers})
+        elif isinstance(instruction, Send):
             clocks[device][device] += 1
-            transfer = run.transfers[number]
-            if is_send:
-                sent[number] = list(clocks[device]), begun[device]
-                first.setdefault((device, transfer.dst), begun[device])
-                ready.append(transfer.dst)
-            else:
-                clock, others = sent[number]
-                clocks[device] = [max(pair) for pair in zip(clocks[device], clock, strict=True)]
-                begun[device] |= others
+            sent[instruction.transfer] = list(clocks[device]), begun[device]
+            first.setdefault((device, program.transfers[instruction.transfer].dst), begun[device])
+        elif isinstance(instruction, Recv):
+            clocks[device][device] += 1
+            clock, others = sent[instruction.transfer]
+            clocks[device] = [max(pair) for pair in zip(clocks[device], clock, strict=True)]
+            begun[device] |= others
+    # Outputs are read after the end, and buffers that are sent on by streams of their own.
+    lasting = {(device, view.buffer) for device in range(num) for _, view in trace.outputs}
+    lasting |= {(transfer.src, transfer.buffer) for transfer in program.transfers}
+    needed: dict[Pair, int] = {}
+    for transfer in program.transfers:  # received buffers are used where they land
+        pair, end = (transfer.src, transfer.dst), (transfer.dst, transfer.buffer)
+        after = used.get(end, 0) + 1
+        is_lasting = end in lasting or after > clocks[transfer.dst][transfer.dst]
+        needed[pair] = max(needed.get(pair, 0), ALL if is_lasting else after)
     for device in range(num):
         clocks[device][device] = ALL
-    devices = frozenset({*place, *(device for _, device in outputs_of(step.graph, place))})
-    return StepOrder(devices, tuple(map(tuple, clocks)), _needed(step.graph.trace, place, run), first)
-
-
-def _needed(trace: Trace, place: Sequence[int], run: LoweredRun) -> dict[Pair, int]:
-    """Received buffers are used where they land."""
-    last: dict[Pair, int] = {}
-    for number, launch in enumerate(trace.launches):
-        named = {view.buffer for view in launch.views} | {access.buffer for access in launch.accesses}
-        last |= {(place[number], buffer): number for buffer in named}
-    # Outputs are read after the end, and buffers that are sent on by streams of their own.
-    lasting = {(device, view.buffer) for device in range(len(run.points)) for _, view in trace.outputs}
-    lasting |= {(transfer.src, transfer.buffer) for transfer in run.transfers}
-    needed: dict[Pair, int] = {}
-    for transfer in run.transfers:
-        pair, points = (transfer.src, transfer.dst), run.points[transfer.dst]
-        used = (last.get((transfer.dst, transfer.buffer), -1), 1)
-        behind = bisect_left(points, used, key=lambda point: point[:2]) + 1
-        is_lasting = (transfer.dst, transfer.buffer) in lasting or behind > len(points)
-        needed[pair] = max(needed.get(pair, 0), ALL if is_lasting else behind)
-    return needed
+    devices = {device for device, _ in used} | {device for _, device in program.outputs}
+    return StepOrder(frozenset(devices), tuple(map(tuple, clocks)), needed, first)

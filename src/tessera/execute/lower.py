@@ -241,6 +241,23 @@ def outputs_of(graph: ir.Graph, place: Sequence[int]) -> tuple[tuple[str, int], 
     return tuple(places)
 
 
+def in_order(program: ir.Program) -> Iterator[tuple[int, ir.Instruction]]:
+    """Instructions and their devices in one possible order, without those that wait for ever."""
+    lists, sent = program.instructions, set[int]()
+    position = [0] * len(lists)
+    ready = deque(range(len(lists)))
+    while ready:
+        device = ready.popleft()
+        for instruction in lists[device][position[device] :]:
+            if isinstance(instruction, ir.Recv) and instruction.transfer not in sent:
+                break
+            position[device] += 1
+            yield device, instruction
+            if isinstance(instruction, ir.Send):
+                sent.add(instruction.transfer)
+                ready.append(program.transfers[instruction.transfer].dst)
+
+
 def check_programs(plan: ir.Plan, programs: Sequence[ir.Program]) -> None:
     for program in programs:
         ir.verify(program)
@@ -270,7 +287,9 @@ class _Checker:
 
     def check(self) -> None:
         self._check_launches()
-        for device, instruction in self._in_order():
+        num_run = [0] * len(self._program.instructions)
+        for device, instruction in in_order(self._program):
+            num_run[device] += 1
             held = self._held[device]
             match instruction:
                 case ir.Run():
@@ -291,6 +310,10 @@ class _Checker:
                     if held.get(transfer.buffer) != transfer.value:
                         rule = "every transfer finds the version it moves on its sender"
                         raise self._broken(rule, device, self._words(instruction))
+        for device, column in enumerate(self._program.instructions):
+            if num_run[device] < len(column):
+                what = self._words(column[num_run[device]])
+                raise self._broken("no circular wait", device, f"{what} never comes")
         self._check_end()
 
     def _check_launches(self) -> None:
@@ -299,27 +322,6 @@ class _Checker:
         if ran and missing:
             name = self._graph.trace.kernel_of(missing[0]).name
             raise self._broken("every launch runs once", 0, f"launch {missing[0]} ({name}) does not run")
-
-    def _in_order(self) -> Iterator[tuple[int, ir.Instruction]]:
-        """One possible order; raises if a device waits for ever."""
-        lists = self._program.instructions
-        position = [0] * len(lists)
-        sent: set[int] = set()
-        ready = deque(range(len(lists)))
-        while ready:
-            device = ready.popleft()
-            for instruction in lists[device][position[device] :]:
-                if isinstance(instruction, ir.Recv) and instruction.transfer not in sent:
-                    break
-                position[device] += 1
-                yield device, instruction
-                if isinstance(instruction, ir.Send):
-                    sent.add(instruction.transfer)
-                    ready.append(self._program.transfers[instruction.transfer].dst)
-        for device, column in enumerate(lists):
-            if position[device] < len(column):
-                what = self._words(column[position[device]])
-                raise self._broken("no circular wait", device, f"{what} never comes")
 
     def _check_run(self, device: int, run: ir.Run) -> None:
         trace, values, held = self._graph.trace, self._graph.values, self._held[device]

@@ -136,13 +136,12 @@ def late_at(trace: ir.Trace, program: ir.Program, device: int) -> int:
     return next(positions, len(column))
 
 
-def _named(trace: ir.Trace, program: ir.Program, instruction: ir.Instruction) -> Iterator[int]:
+def _named(trace: ir.Trace, program: ir.Program, instruction: ir.Instruction) -> set[int]:
     if isinstance(instruction, ir.Run):
-        launch = trace.launches[instruction.launch]
-        yield from (view.buffer for view in launch.views)
-        yield from (access.buffer for access in launch.accesses)
-    elif isinstance(instruction, (ir.Send, ir.Recv)):
-        yield program.transfers[instruction.transfer].buffer
+        return trace.launches[instruction.launch].buffers
+    if isinstance(instruction, ir.Send | ir.Recv):
+        return {program.transfers[instruction.transfer].buffer}
+    return set()
 
 
 def _lane_bytes(

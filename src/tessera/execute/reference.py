@@ -204,9 +204,7 @@ class _RenamedMemory(_SharedMemory):
                 self.put(value.buffer, self._versions[number])
 
     def _named(self, launch: int) -> set[int]:
-        row = self._trace.launches[launch]
-        named = {view.buffer for view in row.views} | {access.buffer for access in row.accesses}
-        return named - self._weights.keys()
+        return self._trace.launches[launch].buffers - self._weights.keys()
 
 
 def _poisoned(size_bytes: int, **options: Any) -> torch.Tensor:

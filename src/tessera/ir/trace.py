@@ -257,6 +257,11 @@ class Launch:
     def views(self) -> list["View"]:
         return [*self.arg_views, *(view for view in self.outputs if view is not None)]
 
+    @property
+    def buffers(self) -> set[int]:
+        """Buffers that its views and accesses name."""
+        return {view.buffer for view in self.views} | {access.buffer for access in self.accesses}
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
