@@ -54,6 +54,12 @@ def extra_module(name: str, extra: str, package: str = "") -> Any:
         raise MissingExtra(package or name, extra) from error
 
 
+def first_line(text: object) -> str:
+    """A library's error as one line; the next one too if it ends with a colon."""
+    lines = [line.strip() for line in str(text).splitlines() if line.strip()] or [type(text).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:300]
+
+
 def version_of(package: str) -> str | None:
     """None: not installed."""
     try:

@@ -13,7 +13,7 @@ from tessera import ir
 from tessera.analyze import build_graph
 from tessera.capture import Workload, build, outlines, record_step
 from tessera.capture.function import KIND
-from tessera.errors import MismatchError, TesseraError, UnknownName, install_line
+from tessera.errors import MismatchError, TesseraError, UnknownName, first_line, install_line
 from tessera.execute.timing import CpuTimer, threads
 from tessera.ir import units
 from tessera.ir.graph import StepFamily, check_counts, check_steps
@@ -320,7 +320,7 @@ def _own_tensors(trace: ir.Trace, device: ir.Device) -> tuple[Tensors | None, tu
         generators = {b.name for b in trace.buffers if b.is_generator}  # their state is the host's
         return {name: t if name in generators else t.to(where) for name, t in tensors.items()}, ()
     except (TesseraError, torch.OutOfMemoryError) as error:
-        why = str(error).splitlines()[0]
+        why = first_line(error)
         return None, (f"{device.name}: tensors were made up, the model's own are not there: {why}",)
 
 

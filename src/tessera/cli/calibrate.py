@@ -16,15 +16,13 @@ from tessera.profile import Work, corrections, parse_devices, sureness_of, works
 from tessera.profile.corrections import MeasuredWork
 from tessera.profile.coverage import Sureness
 from tessera.profile.estimate import price_works
-from tessera.profile.measured import needs_measuring
+from tessera.profile.measured import YARDSTICK, needs_measuring
 from tessera.profile.store import Store
 
 # (kind of step, batch, context) that are measured.
 STEPS = (("decode", 32, 1024), ("prefill", 2, 1024))
 SMALL_STEPS = (("decode", 2, 64), ("prefill", 2, 64))
 MODEL, SMALL_MODEL = "llama-3-8b", "tiny-llama"
-# A CPU has no model of its own: its launches are compared with this GPU's.
-YARDSTICK = "a100"
 
 
 class CalibrationReport(Record, frozen=True):

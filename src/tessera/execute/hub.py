@@ -27,7 +27,7 @@ from tessera.execute import messages, worker
 from tessera.execute.mailbox import Hangup, Mailbox, PeerConnection
 from tessera.execute.processes import FORKSERVER, LocalProcess, warm_up
 from tessera.execute.rendezvous import MAX_ASKED_BYTES, Board, Rendezvous, WorkerGroup
-from tessera.execute.stepper import DeviceState, DeviceStatus
+from tessera.execute.stepper import DeviceStatus, WorkerState
 from tessera.execute.transport import RESTART_TOGETHER
 
 # Time to leave before a worker is killed: when the hub stops, and when it is lost.
@@ -61,7 +61,7 @@ class LostWorker:
 
 @dataclass(slots=True)
 class WorkerMember:
-    state: DeviceState = "lost"
+    state: WorkerState = "lost"
     # The present worker's, or the next one's.
     epoch: int = 0
     setup: messages.Setup | None = None

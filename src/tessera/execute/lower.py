@@ -27,8 +27,8 @@ import numpy as np
 from tessera import ir
 from tessera.errors import RuleBroken
 
-# Version of state that a program only moves.
-GIVEN = -1
+# Version of a buffer before a step, and of state that a program only moves.
+INITIAL = -1
 FREED = -2
 
 # (launch, 0: received before it or 1: sent after it, transfer)
@@ -107,7 +107,7 @@ class StepLowering:
             after = ahead[device][-1 - ir.SLOTS] if len(ahead[device]) > ir.SLOTS else -1
             points[device] += [(after, 1, len(transfers)), (launch, 0, len(transfers))]
             size = self.graph.trace.buffers[buffer].size_bytes
-            transfers.append(ir.Transfer(GIVEN, buffer, 0, size, hosts[name], device))
+            transfers.append(ir.Transfer(INITIAL, buffer, 0, size, hosts[name], device))
             fetches.append(launch)
         return LoweredRun(tuple(transfers), tuple(tuple(sorted(x)) for x in points), tuple(fetches))
 
@@ -143,7 +143,7 @@ class UnitLowering:
                 name, size = buffers[buffer].name, buffers[buffer].size_bytes
                 before, held, src, held_bytes = last.get(name, (step, buffer, device, size))
                 if src != device:
-                    moves[before].append(ir.Transfer(GIVEN, held, 0, min(size, held_bytes), src, device))
+                    moves[before].append(ir.Transfer(INITIAL, held, 0, min(size, held_bytes), src, device))
                 last[name] = (step, buffer, device, size)
             by_step.append(sorted(moves.items(), reverse=True))
         return by_step
@@ -276,11 +276,11 @@ class _Checker:
             if value.producer is not None:
                 self._makes[value.producer].append(number)
         initial = {v.buffer: n for n, v in enumerate(graph.values) if v.producer is None}
-        inputs = {b: initial.get(b, GIVEN) for b in graph.trace.buffers_of(ir.BufferKind.INPUT)}
-        self._held = [inputs | {b: initial.get(b, GIVEN) for b in weights} for weights in program.weights]
-        moved = [(t.buffer, t.src) for t in program.transfers if t.value == GIVEN]
+        inputs = {b: initial.get(b, INITIAL) for b in graph.trace.buffers_of(ir.BufferKind.INPUT)}
+        self._held = [inputs | {b: initial.get(b, INITIAL) for b in weights} for weights in program.weights]
+        moved = [(t.buffer, t.src) for t in program.transfers if t.value == INITIAL]
         for buffer, device in (*program.homes, *moved):
-            self._held[device][buffer] = GIVEN if moved else initial.get(buffer, GIVEN)
+            self._held[device][buffer] = INITIAL if moved else initial.get(buffer, INITIAL)
         self._initial = initial
         # [device]: launches whose weights are in its places.
         self._fetched: list[deque[int]] = [deque() for _ in program.instructions]
@@ -330,7 +330,7 @@ class _Checker:
             if self._fetched[device].popleft() != run.launch:
                 raise self._broken("weights are fetched in order", device, self._words(run))
             fetched = fetched_by(trace, self._program, device, run.launch)
-            held |= {b: self._initial.get(b, GIVEN) for b in fetched}
+            held |= {b: self._initial.get(b, INITIAL) for b in fetched}
         for number in self._reads[run.launch]:
             value = values[number]
             buffer = trace.buffers[value.buffer]
@@ -365,7 +365,7 @@ class _Checker:
         ]
         for rule, buffer, device, what in (*outputs, *states):
             is_empty = not trace.buffers[buffer].size_bytes
-            if not is_empty and self._held[device].get(buffer) != last.get(buffer, GIVEN):
+            if not is_empty and self._held[device].get(buffer) != last.get(buffer, INITIAL):
                 raise self._broken(f"{rule} in its last version when the step ends", device, what)
 
     def _broken(self, rule: str, device: int, what: str) -> RuleBroken:

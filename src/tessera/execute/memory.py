@@ -29,7 +29,8 @@ from tessera.kernels.choice import LATE_INPUTS
 
 # programs[lane][index]
 Programs = Sequence[Sequence[ir.Program]]
-GIVEN = (ir.BufferKind.INPUT, ir.BufferKind.STATE)
+# Kinds of buffers that have contents before a step.
+FILLED = (ir.BufferKind.INPUT, ir.BufferKind.STATE)
 ALIGN = 64
 REMEDY = "Give every tensor in the shape that was captured, or capture the trace again with this program."
 # See `part_of`.
@@ -108,7 +109,7 @@ def touched(trace: ir.Trace, program: ir.Program, device: int) -> Iterator[tuple
     column, named = program.instructions[device], named_on(trace, program, device)
     seen = set(trace.buffers_of(ir.BufferKind.WEIGHT))
     for index, buffer in enumerate(trace.buffers):
-        if buffer.size_bytes == 0 or (index in named and buffer.kind in GIVEN):
+        if buffer.size_bytes == 0 or (index in named and buffer.kind in FILLED):
             seen.add(index)
             yield index, True
     for instruction in column:
@@ -477,7 +478,7 @@ class WorkerMemory(DeviceState):
         places = self._places(microbatch, program)
         memory = PlacedMemory(self._weights[program.step], places)
         memory.slots = self.slots(microbatch, program)
-        buffers = {trace.buffers[b].name: b for b in places if trace.buffers[b].kind in GIVEN}
+        buffers = {trace.buffers[b].name: b for b in places if trace.buffers[b].kind in FILLED}
         names = {name for name, holder in program.outputs if holder == device}
         outputs = {name: view for name, view in trace.outputs if name in names}
         state = self.named(microbatch, program)

@@ -20,7 +20,7 @@ from tessera.execute.lanes import Lanes, LoadedLane, PageBuffers
 from tessera.ir import Clock, Plan, Program, Span, Timeline, Trace
 
 Tensors = Mapping[str, Any]
-DeviceState = Literal["starting", "ready", "lost"]
+WorkerState = Literal["starting", "ready", "lost"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ Event = StepDone | Moved | DeviceLost | DeviceBack
 
 @dataclass(frozen=True, slots=True)
 class DeviceStatus:
-    state: DeviceState
+    state: WorkerState
     pid: int | None = None
     restarts: int = 0
 

@@ -37,6 +37,7 @@ LEAST_ERROR = 0.005
 
 # The rest is lost to sharing and conflicts.
 USEFUL_CACHE = 0.5
+# A CPU has no model of its own: its launches are compared with this GPU's.
 YARDSTICK = "a100"
 Advance = Callable[[str], None]
 

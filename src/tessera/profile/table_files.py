@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tessera.errors import ArtifactError, extra_module
+from tessera.errors import ArtifactError, extra_module, first_line
 from tessera.ir.files import write_whole
 from tessera.profile.counts import OpClass, Work
 from tessera.profile.fitted import Array, Loads, l2_share
@@ -291,7 +291,7 @@ def _read(file: TableFile, kind: Kind, variant: str) -> Arrays:
         filters = [f for f in kind.filters(variant) if f[0] in present]
         table = parquet.read_table(file.path, columns=names, filters=filters)
     except (OSError, ValueError) as error:
-        raise Unusable(f"it cannot be read: {str(error).splitlines()[0]}") from error
+        raise Unusable(f"it cannot be read: {first_line(error)}") from error
     _check_card(file, table)
     kernel, kept = _most_frequent(table["kernel_source"].to_pylist() if "kernel_source" in present else [])
     columns = {name: np.asarray(table[name].to_numpy(), dtype=np.float64)[kept] for name in kind.columns}

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from tessera.kernels import PAGE
 from tessera.serve.meters import Times
-from tessera.serve.pages import page_key
+from tessera.serve.pages import PagePool, Tables, page_key
 from tessera.serve.records import AnswerPiece, Ask, Event, Finish, Snapshot, Token
 from tessera.serve.sampling import Pick
 from tessera.serve.text import Reader, StopWatch
@@ -218,6 +218,13 @@ class ActiveRequest:
             tokens = self.sequence[start : start + PAGE]
             keys.append(page_key(keys[-1] if keys else b"%d" % self.ask.adapter, tokens, seen))
         return keys[:num_pages]
+
+    def cached(self, pool: PagePool, owner: object = None, read: int | None = None) -> Tables:
+        """Page tables of the longest cached prefix of the first `read` tokens, the last token excepted."""
+        if self.wants_prompt or not pool.is_caching:
+            return pool.find(())
+        most = len(self.sequence) - 1
+        return pool.find(self.keys((most if read is None else min(read, most)) // PAGE), owner)
 
     def text_of(self, number: int) -> str | None:
         """Text that is no part of a stop string; None without stop strings: the buffer makes the text."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from tessera.errors import AskError, MissingExtra, extra_module
+from tessera.errors import AskError, MissingExtra, extra_module, first_line
 from tessera.kernels.choice import num_words
 from tessera.serve.text import Text
 
@@ -67,7 +67,7 @@ class Guide:
 
     @property
     def failure(self) -> str:
-        error = _first_line(self.matcher.get_error())
+        error = first_line(self.matcher.get_error())
         if error:
             log.info("a grammar failed: %s", error)
         return TOO_LARGE if error else ""
@@ -163,7 +163,7 @@ def open_grammars(text: Text, vocab_size: int) -> GrammarCompiler | None:
     except MissingExtra:
         return None
     except Exception as error:  # noqa: BLE001 - an optional feature never ends the service
-        log.warning("answers of a form are off: llguidance does not load: %s", _first_line(str(error)))
+        log.warning("answers of a form are off: llguidance does not load: %s", first_line(error))
         return None
 
 
@@ -183,7 +183,3 @@ class _Vocabulary:
     def __call__(self, raw: bytes) -> list[int]:
         """Called only for texts that a grammar forces, which are not used."""
         return [self._by_byte[byte] for byte in raw if byte in self._by_byte]
-
-
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]

@@ -40,6 +40,11 @@ def listed(tables: Tables) -> list[int]:
     return [page for table in tables for page in table if page]
 
 
+def num_extended(tables: Tables, ends: Sequence[int]) -> int:
+    """Pages of tables that are extended to these lengths."""
+    return len(listed(tables)) + sum(ends) - sum(map(len, tables))
+
+
 def pages_for(num_tokens: int) -> int:
     return -(-num_tokens // PAGE)
 
@@ -57,7 +62,7 @@ def steady(num_bytes: float) -> int:
 
 class PagePool:
     def __init__(self, num_pages: int, is_caching: bool = True, windows: Sequence[int] = (0,)) -> None:
-        self.num_pages, self._is_caching, self.windows = num_pages, is_caching, windows
+        self.num_pages, self.is_caching, self.windows = num_pages, is_caching, windows
         self._blank = list(range(num_pages - 1, 0, -1))
         self._users = [0] * num_pages
         self._keys: list[bytes | None] = [None] * num_pages
@@ -111,9 +116,16 @@ class PagePool:
             [0] * first + [page(n, group) for n in range(first, num)] for group, first in enumerate(firsts)
         ]
 
-    def num_idle(self, pages: Iterable[int]) -> int:
-        """Unused pages among these; sharing them leaves fewer free."""
-        return sum(page in self._idle for page in pages)
+    def has_room(self, cached: Tables, ends: Sequence[int], spare: int) -> bool:
+        """True if extending these tables to these lengths leaves `spare` free pages."""
+        num_idle = sum(page in self._idle for page in listed(cached))
+        return sum(ends) - sum(map(len, cached)) + spare <= self.num_free - num_idle
+
+    def extended(self, cached: Tables, ends: Sequence[int]) -> list[list[int]]:
+        """Shares the cached pages and adds new ones up to these lengths."""
+        self.share(listed(cached))
+        tables = zip(cached, ends, strict=True)
+        return [[*table, *(self.take() for _ in range(end - len(table)))] for table, end in tables]
 
     def share(self, pages: Iterable[int]) -> None:
         for page in pages:
@@ -123,7 +135,7 @@ class PagePool:
     def publish(self, page: int, key: bytes, owner: object = None, group: int = 0) -> bool:
         """True if `find` returns it from now on; to `owner` only, until it is `filled`."""
         key = _grouped(key, group)
-        if not self._is_caching or self._keys[page] is not None or key in self._by_key:
+        if not self.is_caching or self._keys[page] is not None or key in self._by_key:
             return False
         self._keys[page] = key
         self._by_key[key] = page

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tessera.errors import TesseraError, extra_module
+from tessera.errors import TesseraError, extra_module, first_line
 from tessera.execute.engine_connection import EngineAddress
 from tessera.execute.hub import Hub
 from tessera.execute.rendezvous import Rendezvous
@@ -51,9 +51,10 @@ def joined(address: str) -> Iterator[str]:
         try:
             ray.init(address, log_to_driver=False, logging_level="error", **options)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            said = str(error).partition("\n")[0]
             remedy = f"Start one with `ray start --head`, or use --ray {LOCAL}."
-            raise TesseraError(f"no Ray cluster at '{address}': {said}", remedy, "--ray") from error
+            raise TesseraError(
+                f"no Ray cluster at '{address}': {first_line(error)}", remedy, "--ray"
+            ) from error
     try:
         yield str(ray.util.get_node_ip_address())
     finally:

@@ -36,7 +36,7 @@ from tessera.serve.groups import (
     batch_of,
     plans_of,
 )
-from tessera.serve.pages import PagePool, Tables, first_seen, listed, pages_for
+from tessera.serve.pages import PagePool, Tables, first_seen, listed, num_extended, pages_for
 from tessera.serve.records import GroupView, Shape
 from tessera.serve.sequences import BatchConfig, SequenceBatch
 from tessera.serve.step_inputs import Steps
@@ -244,9 +244,7 @@ class Router(Scheduler[ActiveRequest]):
 
     def _num_cached(self, request: ActiveRequest, group: RoutedGroup) -> int:
         pool = None if group.home is None else self.pools.get(group.home)
-        if not self._is_caching or pool is None or request.wants_prompt:
-            return 0
-        return PAGE * len(pool.find(request.keys((len(request.sequence) - 1) // PAGE))[0])
+        return 0 if pool is None else PAGE * len(request.cached(pool)[0])
 
     def _seat_next(self) -> bool:
         request = self.queue.peek()
@@ -302,11 +300,9 @@ class Router(Scheduler[ActiveRequest]):
                 continue
             if request.num_out + 1 >= request.ask.max_tokens:  # it ends with its first token
                 return self._add(request, self._opened(place))
-            reserved = self._reserve(request, others, group.home, len(request.sequence))
-            if reserved is not None:
-                source = self._opened(place)
-                self._transits[request] = MovingSequence(request, source, *reserved)
-                return self._add(request, source, goes_on=True)
+            transit = self._begin_transit(request, place, others, len(request.sequence))
+            if transit is not None:
+                return self._add(request, transit.source, goes_on=True)
         return False
 
     def drop(self, request: ActiveRequest) -> None:
@@ -333,41 +329,52 @@ class Router(Scheduler[ActiveRequest]):
         self._may_seat = True
         self._watcher.moved(request)
 
-    def _reserve(
-        self, request: ActiveRequest, groups: Sequence[RoutedGroup], home: int | None, read: int
-    ) -> tuple[RoutedMicrobatch, PagePool | None, list[list[int]], int, int] | None:
-        """A place for a sequence from `home` that has read `read` tokens; no pages behind windows."""
+    def _begin_transit(
+        self,
+        request: ActiveRequest,
+        source: RoutedMicrobatch | RoutedGroup,
+        groups: Sequence[RoutedGroup],
+        read: int,
+    ) -> MovingSequence | None:
+        """Reserves a row and pages where a sequence that has read `read` tokens goes on; None: no room.
+
+        A group of the source's home comes first, then those with the least work. Pages behind windows are
+        not reserved.
+        """
+        home = (source if isinstance(source, RoutedGroup) else self.group_of(source)).home
         length = len(request.sequence)
-        most = len(request.ask.prompt) + request.ask.max_tokens
-        num = min(length + 1 + PAGE, most)
-        # Predicted work, place, pool; cached pages and number of new ones by group of layers.
-        choices: list[tuple[float, RoutedMicrobatch | RoutedGroup, PagePool | None, Tables, list[int]]] = []
-        for group in groups:
+        num = min(length + 1 + PAGE, len(request.ask.prompt) + request.ask.max_tokens)
+
+        def work_s(group: RoutedGroup) -> float:
+            return -1.0 if group.home == home else self._work_s(group)
+
+        for group in sorted(groups, key=work_s):
             place, pool = self._place(group), self.pool_of(group)
             if place is None or pool is None:
                 continue
+            cached: Tables = []
+            ends: list[int] = []
             if group.home == home:
-                choices.append((-1.0, place, None, [[]], []))
+                pool = None
+            else:
+                cached, ends = request.cached(pool, read=read), group.shape.ends(num, read)
+                firsts = [max(len(cached[0]), first_seen(read, window)) for window in pool.windows]
+                # Pages behind a window are 0.
+                tables = zip(cached, firsts, strict=True)
+                cached = [table if len(table) == first else [0] * first for table, first in tables]
+                spare = sum(m.content.num_used for m in self.open_of(group)) * len(ends)
+                if not pool.has_room(cached, ends, spare):
+                    continue
+            destination, num_expected = self._opened(place), num_extended(cached, ends)
+            if not batch_of(destination).expect(num_expected):
                 continue
-            cached = pool.find(request.keys(min(length - 1, read) // PAGE) if self._is_caching else ())
-            firsts = [max(len(cached[0]), first_seen(read, window)) for window in pool.windows]
-            # Pages behind a window are 0.
-            cached = [table if len(table) == n else [0] * n for table, n in zip(cached, firsts, strict=True)]
-            num_new = [end - first for end, first in zip(group.shape.ends(num, read), firsts, strict=True)]
-            spare = sum(m.content.num_used for m in self.open_of(group)) * len(num_new)
-            if sum(num_new) + spare <= pool.num_free - pool.num_idle(listed(cached)):
-                work_s = self._work_s(group) if len(groups) > 1 else 0.0
-                choices.append((work_s, place, pool, cached, num_new))
-        for _, place, pool, cached, num_new in sorted(choices, key=lambda choice: choice[0]):
-            microbatch, shared = self._opened(place), listed(cached)
-            if not batch_of(microbatch).expect(num_expected := len(shared) + sum(num_new)):
-                continue
-            pages = []
-            if pool is not None:
-                pool.share(shared)
-                tables = zip(cached, num_new, strict=True)
-                pages = [[*table, *(pool.take() for _ in range(n))] for table, n in tables]
-            return microbatch, pool, pages, min(map(len, cached)), num_expected
+            pages = [] if pool is None else pool.extended(cached, ends)
+            num_sent = min(map(len, cached), default=0)
+            transit = MovingSequence(
+                request, self._opened(source), destination, pool, pages, num_sent, num_expected
+            )
+            self._transits[request] = transit
+            return transit
         return None
 
     def _settled(self, microbatch: RoutedMicrobatch) -> None:
@@ -393,14 +400,8 @@ class Router(Scheduler[ActiveRequest]):
         has_row = is_read and not self._shape.is_paged
         if has_row and transit.in_flight:
             return
-        if transit.pool is None and not has_row:
-            if is_read:
-                self._arrive(transit, read)
-            return
         end = pages_for(read) if is_read else read // PAGE
-        if transit.pool is None:
-            end = 0
-        for table in transit.pages:
+        for table in transit.pages:  # none if both ends share one pool
             while transit.pool is not None and len(table) < end:  # it was preempted, and read one more
                 if not transit.pool.num_free:
                     self._stay(transit)
@@ -522,10 +523,9 @@ class Router(Scheduler[ActiveRequest]):
         if position is None or home is None:
             return False
         roles = (Role.MIXED,) if position[1] < len(request.sequence) - 1 else tuple(Role)
-        reserved = self._reserve(request, [g for g in groups if g.role in roles], home, position[1])
-        if reserved is None:
+        transit = self._begin_transit(request, source, [g for g in groups if g.role in roles], position[1])
+        if transit is None:
             return False
-        transit = self._transits[request] = MovingSequence(request, source, *reserved)
         batch.hold(request)
         self._send(transit)
         return True

@@ -30,7 +30,7 @@ from tessera.kernels import PAGE
 from tessera.kernels.choice import max_edits
 from tessera.serve.answer import ActiveRequest
 from tessera.serve.grammar import PATIENCE_S, Guide, prepare_masks
-from tessera.serve.pages import PagePool, Tables, listed
+from tessera.serve.pages import PagePool, Tables, listed, num_extended
 from tessera.serve.records import Counts, Shape
 from tessera.serve.sight import SeenPictures, Sight
 from tessera.serve.step_inputs import (
@@ -444,32 +444,20 @@ class SequenceBatch:
             num = 1 + max(part.sequence.row for part in planned)
         return next(size for size in sizes if size >= num)
 
-    def _cached(self, request: ActiveRequest) -> Tables:
-        """Page tables of the longest cached prefix without the last token, which is always read."""
-        if not self._is_caching or request.wants_prompt:
-            return self.pool.find(())
-        return self.pool.find(request.keys((len(request.sequence) - 1) // PAGE), self)
-
     def _begin(self, sequence: SeatedSequence) -> bool:
         """One page per other sequence must be left."""
         if sequence.num_due:  # preempted while a step read its next token
             return False
         request = sequence.request
-        windows, cached = self._shape.windows, self._cached(request)
-        num, shared = len(cached[0]), listed(cached)
-        spare = len(self._begun) * len(windows)
+        windows, cached = self._shape.windows, request.cached(self.pool, self)
+        num, spare = len(cached[0]), len(self._begun) * len(windows)
         ends = self._shape.ends(len(sequence.tokens) + sequence.num_due + 1, num * PAGE)
-        num_new = sum(ends) - num * len(ends)
         entries = self._shape.num_page_entries - self._num_entries
-        is_short = num_new + spare > self.pool.num_free - self.pool.num_idle(shared)
-        if is_short or len(shared) + num_new + spare > entries:
+        if not self.pool.has_room(cached, ends, spare) or num_extended(cached, ends) + spare > entries:
             return False
         self._aside.remove(sequence)
         self._num_wanted -= sequence.num_wanted
-        self.pool.share(shared)
-        new = ([self.pool.take() for _ in range(end - num)] for end in ends)
-        tables = [[*old, *pages] for old, pages in zip(cached, new, strict=True)]
-        sequence.begin(windows, tables, num * PAGE, num)
+        sequence.begin(windows, self.pool.extended(cached, ends), num * PAGE, num)
         self._count_work(sequence, len(sequence.tokens) - sequence.read, sequence.unanswered)
         self._num_entries += sequence.num_pages
         insort(self._begun, sequence, key=lambda s: s.turn)

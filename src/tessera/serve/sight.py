@@ -21,7 +21,7 @@ import torch
 
 from tessera.capture import Workload, known_models
 from tessera.capture.models.vision import PICTURE_TOKENS, grid_of, rotary
-from tessera.errors import AskError, extra_module
+from tessera.errors import AskError, extra_module, first_line
 from tessera.execute.stepper import Tensors
 from tessera.serve.records import PromptPicture
 from tessera.serve.text import MARK
@@ -166,7 +166,5 @@ def _decoded(url: str) -> Any:
     except library.UnidentifiedImageError:
         raise AskError("the data is not a picture", f"Use {', '.join(FORMATS)}.", "messages") from None
     except (binascii.Error, OSError, ValueError, SyntaxError, library.DecompressionBombError) as error:
-        said = str(error).partition("\n")[0] or type(error).__name__
-        raise AskError(
-            f"the picture cannot be read: {said}", f"Use {', '.join(FORMATS)}.", "messages"
-        ) from None
+        message = f"the picture cannot be read: {first_line(error)}"
+        raise AskError(message, f"Use {', '.join(FORMATS)}.", "messages") from None

@@ -27,10 +27,10 @@ import torch
 
 from tessera.capture import build, place_of
 from tessera.capture.models import steps_of_model
-from tessera.capture.models.checkpoint import blamed, blamed_for_run, first_line, read_json
+from tessera.capture.models.checkpoint import blamed, blamed_for_run, read_json
 from tessera.capture.models.denoisers import PIPELINE
 from tessera.capture.models.hf import config_of
-from tessera.errors import ArtifactError, AskError, ServiceBusy, ServiceClosing, extra_module
+from tessera.errors import ArtifactError, AskError, ServiceBusy, ServiceClosing, extra_module, first_line
 from tessera.ir import Step
 from tessera.serve.answer import Answer
 from tessera.serve.records import Ask, DeviceView, ImageDraft, Snapshot

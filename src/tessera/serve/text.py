@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tessera.errors import ArtifactError, AskError, TesseraError, extra_module
+from tessera.errors import ArtifactError, AskError, TesseraError, extra_module, first_line
 from tessera.serve.templates import ChatTemplate
 
 BEGIN, END = 256, 257
@@ -402,8 +402,6 @@ def _reported(folder: Path) -> Iterator[None]:
     except BaseException as error:  # untrusted files can make a library raise anything
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of Rust
             raise
-        from tessera.capture.models.checkpoint import first_line
-
         remedy = "Save it again with save_pretrained, as tokenizer.json."
         message = f"its tokenizer cannot be read: {first_line(error)}"
         raise ArtifactError(message, remedy, str(folder)) from error

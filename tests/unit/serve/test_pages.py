@@ -113,14 +113,12 @@ class Pool(RuleBasedStateMachine):
         tokens = [ord(letter) for letter in letters for _ in range(PAGE)]
         keys = keys_of(tokens)
         found = self.pool.find(keys)
-        num, shared = len(found[0]), listed(found)
+        num, ends = len(found[0]), [len(keys)] * len(found)
         for table, window in zip(found, self.pool.windows, strict=True):
             assert [n >= first_seen(num * PAGE, window) for n in range(num)] == [page > 0 for page in table]
-        new = len(keys) - num
-        if new * len(found) > self.pool.num_free - self.pool.num_idle(shared):
+        if not self.pool.has_room(found, ends, spare=0):
             return
-        self.pool.share(shared)
-        tables = [[*table, *taken(self.pool, new)] for table in found]
+        tables = self.pool.extended(found, ends)
         for group, table in enumerate(tables):
             for index, page in enumerate(table):
                 whole = (group, *tokens[: (index + 1) * PAGE])

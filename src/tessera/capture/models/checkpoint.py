@@ -22,7 +22,7 @@ from unittest.mock import patch
 import torch
 from torch.nn.modules import module as torch_module
 
-from tessera.errors import CaptureError, TesseraError, extra_module
+from tessera.errors import CaptureError, TesseraError, extra_module, first_line
 from tessera.ir import Step, units
 from tessera.ir.host import available_bytes
 
@@ -367,11 +367,6 @@ def _alone() -> Iterator[None]:
             stack.callback(bars.enable_progress_bar)
         bars.disable_progress_bar()
         yield
-
-
-def first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:300]
 
 
 def _some(names: list[str]) -> str:

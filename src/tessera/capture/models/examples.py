@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tessera.capture.workload import fresh
-from tessera.errors import CaptureError, extra_module
+from tessera.errors import CaptureError, extra_module, first_line
 from tessera.ir import Step
 
 PIXELS = "pixel_values"
@@ -145,8 +145,7 @@ def read_inputs(file: str) -> dict[str, torch.Tensor]:
             raise CaptureError(f"is larger than {MAX_BYTES >> 30} GB", FILE_REMEDY, file)
         tensors = _read(path)
     except (OSError, ValueError, TypeError, RuntimeError, AttributeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise CaptureError(f"cannot be read: {reason}", FILE_REMEDY, file) from error
+        raise CaptureError(f"cannot be read: {first_line(error)}", FILE_REMEDY, file) from error
     if not tensors:
         raise CaptureError("holds no tensors", FILE_REMEDY, file)
     return tensors

@@ -31,7 +31,7 @@ from tessera.capture.reads import traced
 from tessera.capture.recorder import NoReads
 from tessera.capture.rng import forked
 from tessera.capture.workload import UNFIT, Tensors, Workload
-from tessera.errors import CaptureError
+from tessera.errors import CaptureError, first_line
 from tessera.ir import Step
 
 NUM_LEARNED = 4
@@ -261,7 +261,7 @@ class CachedSteps:
                 errors.append(error)
             else:
                 return
-        reason = str(errors[0]).partition("\n")[0]
+        reason = first_line(errors[0])
         message = f"the cache of a {self._config.model_type} cannot be followed: {reason}"
         remedy = "Capture --step call, or write a module:callable that returns a Workload."
         raise CaptureError(message, remedy, self._step.model) from errors[0]

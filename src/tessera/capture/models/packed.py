@@ -29,8 +29,8 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.functional import linear
 
-from tessera.capture.models.checkpoint import AGAIN, CONVERT, Tensors, first_line, read_json
-from tessera.errors import CaptureError
+from tessera.capture.models.checkpoint import AGAIN, CONVERT, Tensors, read_json
+from tessera.errors import CaptureError, first_line
 from tessera.kernels import packing
 from tessera.kernels.packing import MIDDLE, MXFP4_BLOCK, num_columns, pack_nibbles, unpack_nibbles
 

@@ -336,14 +336,24 @@ async def make_asks(draft: Draft, endpoint: Endpoint, client: str) -> tuple[Ask,
     seeds = [None if seed is None else (seed + choice) & bodies.MAX_INT for choice in range(draft.n)]
     samplings = [replace(draft.sampling, seed=number) for number in seeds]
     notes = _prompt_logprobs(draft, prompts)
-    most = most if notes is None else max(1, most)
     request, stop = draft.request, draft.request.stop or ()
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    ends = (stops, tuple(request.stop_token_ids or ()), bool(request.ignore_eos), request.min_tokens or 0)
-    is_new = isinstance(request, bodies.ChatRequest) and not request.continue_final_message
-    rest = endpoint.card.names.index(request.model) if request.model else 0, not is_new
+    continues = not isinstance(request, bodies.ChatRequest) or bool(request.continue_final_message)
     return tuple(
-        Ask(prompt, most, sampling, *ends, client, pictures, grammar, None if choice else notes, *rest)
+        Ask(
+            prompt,
+            most if notes is None else max(1, most),
+            sampling,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop_tokens=tuple(request.stop_token_ids or ()),
+            ignores_end=bool(request.ignore_eos),
+            min_tokens=request.min_tokens or 0,
+            client=client,
+            pictures=pictures,
+            grammar=grammar,
+            prompt_logprobs=None if choice else notes,
+            adapter=endpoint.card.names.index(request.model) if request.model else 0,
+            continues=continues,
+        )
         for prompt in prompts
         for choice, sampling in enumerate(samplings)
     )
