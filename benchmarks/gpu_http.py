@@ -206,9 +206,9 @@ def by_choice(
 
 
 def load_of(word: str) -> Load:
-    """512/128/32: prompt, output, at once; three rounds of it. ~1024/128/48: mixed prompts."""
-    prompt, output, at_once = map(int, word.removeprefix("~").split("/"))
-    return Load(prompt, output, at_once, 3 * at_once, word.startswith("~"))
+    """512/128/32: prompt, output, at once; three rounds. 512/128/8/96: so many. ~1024/128/48: mixed prompts."""
+    prompt, output, at_once, *num = map(int, word.removeprefix("~").split("/"))
+    return Load(prompt, output, at_once, num[0] if num else 3 * at_once, word.startswith("~"))
 
 
 def continuous_batching(model: str) -> dict[str, Any]:
@@ -292,7 +292,7 @@ def main() -> None:
     parser.add_argument("--devices", default="cuda:0")
     parser.add_argument("--max-len", type=int, default=8192)
     parser.add_argument(
-        "--load", action="append", type=load_of, help="PROMPT/OUTPUT/AT_ONCE, in place of all; ~: mixed"
+        "--load", action="append", type=load_of, help="PROMPT/OUTPUT/AT_ONCE[/NUMBER] for all; ~: mixed"
     )
     parser.add_argument("--starts", type=int, default=1, help="starts of the server; the last one is asked")
     parser.add_argument(

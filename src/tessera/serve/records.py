@@ -40,7 +40,7 @@ class Shape:
     rows: int
     # Tokens of a prompt and its answer.
     capacity: int
-    # Tokens, ascending. Steps of up to `rows` tokens have one token per sequence.
+    # Tokens, ascending. Steps of up to `rows` tokens have a row for each token.
     sizes: tuple[int, ...]
     # Positions of a microbatch's pages, with the unused page 0.
     pool_tokens: int

@@ -2,7 +2,7 @@
 
 A request is a sequence of tokens (prompt and answer so far) of which the model has read a part; when all are
 read, the next token is due. A step has one of a few sizes and holds decoding sequences first, one token each,
-then prompt chunks in arrival order. In sizes up to `rows` every sequence has one token.
+then prompt chunks in arrival order. In sizes up to `rows` every token has a row of its own.
 
 A sequence begins when there are pages (`pages`) for all its tokens. When pages run out, the newest one moves
 elsewhere (`evict`) or is preempted; it needs more pages than it released, so it begins again only after
@@ -40,9 +40,12 @@ from tessera.serve.step_inputs import (
     StartedStep,
     StepInputs,
     Steps,
+    output_rows,
     skipped_outputs,
 )
 
+# Keys that rows of one sequence read, beside those of its last row, in a step with a row for each token.
+MAX_READ_AGAIN = 1 << 15
 # Sequences that must take part in a step planned ahead, for each one that waits.
 LEAST_AHEAD = 3
 # Returns the requests that end.
@@ -264,6 +267,7 @@ class SequenceBatch:
         if not planned:  # empty, or all wait for a picture or a running step
             return self._look()
         size, skips = self._size_of(planned), skipped_outputs(planned)
+        rows = output_rows(self._shape, planned, size)
         num_waiting = sum(s.request.can_wait and s.waits for s, _, _ in planned)
         can_follow = self._sight is None and (LEAST_AHEAD + 1) * num_waiting <= len(planned)
         guided = [n for n, part in enumerate(planned) if part.guide is not None] if self._guides else []
@@ -271,15 +275,15 @@ class SequenceBatch:
         inputs: Tensors = {}
         if self._inputs is not None:
             guides = [] if is_open else [planned[number].guide for number in guided]
-            inputs = {**self._inputs.fill(planned, size), **self._inputs.choices.masks(guides)}
+            inputs = {**self._inputs.fill(planned, size, rows), **self._inputs.choices.masks(guides)}
         published, self._published = self._published, []
-        self._started.append(StartedStep(planned, can_follow, guided, published))
-        for number, (sequence, num_tokens, is_due) in enumerate(planned):
+        self._started.append(StartedStep(planned, rows, can_follow, guided, published))
+        for row, (sequence, num_tokens, is_due) in zip(rows, planned, strict=True):
             sequence.read += num_tokens
             sequence.num_running += 1
             if is_due:
                 sequence.num_due += 1
-                sequence.ahead = number if self._shape.is_flat else sequence.row
+                sequence.ahead = row
         self._has_read = True
         call = self._steps.call(self.number, self._steps.number[size], inputs, skips)
         return replace(call, is_open=True) if is_open else call
@@ -311,7 +315,7 @@ class SequenceBatch:
         self._step_s = done.seconds
         self.pool.filled(ended.published)
         self.pool.give_back(ended.released)
-        for number, (sequence, num_tokens, is_due) in enumerate(ended.parts):
+        for row, (sequence, num_tokens, is_due) in zip(ended.output_rows, ended.parts, strict=True):
             request = sequence.request
             sequence.num_due -= is_due
             sequence.num_running -= 1
@@ -324,7 +328,7 @@ class SequenceBatch:
                 sequence.unanswered -= 1
                 self.num_unanswered -= 1
             if is_due or request.wants_prompt:
-                rows.append((number if self._shape.is_flat else sequence.row, request))
+                rows.append((row, request))
         left = self._config.settle(self, done, rows)
         for request in left:
             self.leave(request)
@@ -438,11 +442,17 @@ class SequenceBatch:
 
     def _size_of(self, planned: list[Part]) -> int:
         num, sizes = sum(part.num_tokens for part in planned), self._shape.sizes
-        if num > len(planned):
+        if num > len(planned) and not self._has_rows_for(planned, num):
             sizes = self._part_sizes
         elif not self._shape.is_flat:
             num = 1 + max(part.sequence.row for part in planned)
         return next(size for size in sizes if size >= num)
+
+    def _has_rows_for(self, planned: list[Part], num_tokens: int) -> bool:
+        """True if every token has a row: short parts are cheaper so than in a larger step."""
+        if num_tokens > self._shape.rows or not self._shape.is_paged or self._sight is not None:
+            return False
+        return sum((n - 1) * (s.read + n) for s, n, _ in planned) <= MAX_READ_AGAIN
 
     def _begin(self, sequence: SeatedSequence) -> bool:
         """One page per other sequence must be left."""

@@ -5,6 +5,7 @@ Inputs are views of one set of buffers, which `StepInputs.fill` writes anew for 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -180,7 +181,7 @@ class StepInputs:
             views["rows"] = self._rows[:rows]
         return {name: torch.from_numpy(view) for name, view in views.items()}
 
-    def fill(self, planned: "list[Part]", size: int) -> Tensors:
+    def fill(self, planned: "list[Part]", size: int, output_rows: Sequence[int]) -> Tensors:
         """Inputs without masks."""
         tokens: list[int] = []
         for sequence, count, _ in planned:
@@ -190,7 +191,8 @@ class StepInputs:
         total = int(query_ends[-1])
         positions = np.arange(total) - np.repeat(query_ends - counts - reads, counts)
         at: Any = slice(total)
-        rows: Any = slice(len(planned))
+        has_row_by_token = size <= self._shape.rows
+        rows: Any = slice(total if has_row_by_token else len(planned))
         sequence_rows = np.array([part.sequence.row for part in planned])
         if not self._shape.is_flat:
             at = rows = sequence_rows
@@ -199,11 +201,12 @@ class StepInputs:
             self._fresh[rows] = reads == 0
         else:
             self._rows[: len(planned)] = np.where(reads == 0, -1 - sequence_rows, sequence_rows)
-            self._query_starts[1 : len(planned) + 1] = query_ends
-            self._query_starts[len(planned) + 1 :] = total
+            num_rows = rows.stop
+            self._query_starts[1 : num_rows + 1] = range(1, total + 1) if has_row_by_token else query_ends
+            self._query_starts[num_rows + 1 :] = total
         adapters = np.repeat([part.sequence.request.ask.adapter for part in planned], counts)
         by_token = {"tokens": tokens, "positions": positions, "adapters": adapters}
-        by_row, num_entries = {"lengths": reads + counts}, 0
+        by_row, num_entries = {"lengths": positions + 1 if has_row_by_token else reads + counts}, 0
         for group in range(len(self._shape.windows)):
             tables = [part.sequence.tables[group] for part in planned]
             behind, after = np.array([(table.num_behind, table.num_pages) for table in tables]).T
@@ -211,8 +214,9 @@ class StepInputs:
             np.concatenate([table.held for table in tables], out=self._pages[num_entries : ends[-1]])
             num_entries = int(ends[-1])
             # Where the sequence's first page would stand.
-            by_row[of_group("page_starts", group)] = ends - after
-            pages = self._pages[np.repeat(ends - after, counts) + positions // PAGE].astype(np.int64)
+            starts = np.repeat(ends - after, counts)
+            by_row[of_group("page_starts", group)] = starts if has_row_by_token else ends - after
+            pages = self._pages[starts + positions // PAGE].astype(np.int64)
             by_token[of_group("slots", group)] = pages * PAGE + positions % PAGE
         for name, values in by_token.items():
             self._by_token[name][:size] = 0
@@ -223,23 +227,12 @@ class StepInputs:
         inputs = {
             **self._tensors[size],
             "pages": torch.from_numpy(self._pages[:num_entries]),
-            **self.choices.fill(self._shape.num_sequences(size), self._choices(planned)),
+            **self.choices.fill(self._shape.num_sequences(size), _choices(planned, output_rows)),
         }
         if self._sight is None:
             return inputs
         seen = [(s.seen, s.read, count) for s, count, _ in planned if s.seen is not None]
         return {**inputs, **self._sight.inputs(seen, size)}
-
-    def _choices(self, planned: "list[Part]") -> list[Choice]:
-        choices = []
-        for number, part in enumerate(planned):
-            sequence, request = part.sequence, part.sequence.request
-            if request.wants_prompt and (forced := sequence.forced_after(part.num_tokens)) is not None:
-                choices.append(Choice(part.row_in(self._shape, number), request.pick, 0, forced=forced))
-            elif part.is_due and not request.pick.is_plain:
-                row, position = part.row_in(self._shape, number), len(sequence.tokens) + sequence.num_due
-                choices.append(Choice(row, request.pick, position, sequence.num_due))
-        return choices
 
 
 class Part(NamedTuple):
@@ -247,9 +240,6 @@ class Part(NamedTuple):
     num_tokens: int
     # Its next token is an output of this step.
     is_due: bool
-
-    def row_in(self, shape: Shape, number: int) -> int:
-        return number if shape.is_flat else self.sequence.row
 
     @property
     def guide(self) -> Guide | None:
@@ -260,12 +250,35 @@ class Part(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class StartedStep:
     parts: list[Part]
+    # By part.
+    output_rows: Sequence[int]
     can_follow: bool
     # Parts whose masks follow.
     guided: list[int]
     # Pages that it fills; pages to release when it has ended.
     published: list[int]
     released: list[int] = field(default_factory=list)
+
+
+def output_rows(shape: Shape, planned: Sequence[Part], size: int) -> Sequence[int]:
+    """By part: the row of its last token."""
+    if not shape.is_flat:
+        return [part.sequence.row for part in planned]
+    if size > shape.rows:
+        return range(len(planned))
+    return [end - 1 for end in accumulate(part.num_tokens for part in planned)]
+
+
+def _choices(planned: Sequence[Part], output_rows: Sequence[int]) -> list[Choice]:
+    choices = []
+    for (sequence, count, is_due), row in zip(planned, output_rows, strict=True):
+        request = sequence.request
+        if request.wants_prompt and (forced := sequence.forced_after(count)) is not None:
+            choices.append(Choice(row, request.pick, 0, forced=forced))
+        elif is_due and not request.pick.is_plain:
+            position = len(sequence.tokens) + sequence.num_due
+            choices.append(Choice(row, request.pick, position, sequence.num_due))
+    return choices
 
 
 def skipped_outputs(planned: list[Part]) -> tuple[str, ...]:

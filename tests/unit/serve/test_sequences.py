@@ -11,7 +11,7 @@ from tessera.execute.stepper import StepCall, StepDone
 from tessera.kernels import PAGE
 from tessera.serve.answer import ActiveRequest
 from tessera.serve.records import Ask, Counts, Shape
-from tessera.serve.sequences import BatchConfig, SequenceBatch
+from tessera.serve.sequences import MAX_READ_AGAIN, BatchConfig, SequenceBatch
 from tessera.serve.step_inputs import OutputRows, Steps
 from tessera.serve.text import ByteText
 
@@ -127,8 +127,41 @@ def test_switched_off_everything_is_read_anew() -> None:
     batch = batch_of(is_caching=False)
     added(batch, range(48), range(48))
 
-    assert [(64, [48, 16]), (16, [1, 15]), (16, [1, 15]), (16, [1, 2])] == stepped(batch, 4)
+    assert [(64, [48, 16]), (16, [1, 15]), (16, [1, 15]), (4, [1, 1, 1])] == stepped(batch, 4)
     assert not batch.is_kept
+
+
+def test_the_last_tokens_of_a_prompt_have_rows_of_their_own_in_a_small_step() -> None:
+    """Each sees what comes before it, over the same pages; the last one's output is the answer's token."""
+    batch = batch_of()
+    added(batch, [1], range(PAGE + 2))
+    stepped(batch)
+    added(batch, [9, 8, 7])
+    call = batch.next_step()
+
+    assert call is not None
+    assert 16 == WIDE.sizes[call.step]  # five tokens
+    batch.end(StepDone(0, call.step, {}, 0.0))
+    batch.leave(batch.requests()[0])
+    added(batch, [4, 5])
+    call = batch.next_step()
+
+    assert call is not None
+    assert 4 == WIDE.sizes[call.step]
+    starts = call.inputs["page_starts"].tolist()
+    assert [0, 1, 2, 3, 4] == call.inputs["query_starts"].tolist()
+    assert [PAGE + 3, 4, 1, 2] == call.inputs["lengths"].tolist()
+    assert starts[2] == starts[3]
+    assert [0, 1, 3] == [part.sequence.ahead for part in batch._started[0].parts]
+
+
+def test_a_prompt_that_is_far_along_is_read_in_a_larger_step() -> None:
+    """Rows of one sequence would read its keys again and again."""
+    num_full = MAX_READ_AGAIN // 3 // 64 + 1
+    batch = batch_of(replace(WIDE, capacity=1 << 14, pool_tokens=PAGE << 10))
+    added(batch, range(64 * num_full + 4))
+
+    assert (16, [4]) == stepped(batch, num_full + 1)[-1]
 
 
 def test_a_shared_beginning_is_read_once() -> None:
