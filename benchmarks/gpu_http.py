@@ -206,7 +206,7 @@ def by_choice(
 
 
 def load_of(word: str) -> Load:
-    """512/128/32: prompt, output, at once; three rounds. 512/128/8/96: so many. ~1024/128/48: mixed prompts."""
+    """512/128/32: prompt, output, at once; three rounds, or 512/128/8/96. ~1024/128/48: mixed prompts."""
     prompt, output, at_once, *num = map(int, word.removeprefix("~").split("/"))
     return Load(prompt, output, at_once, num[0] if num else 3 * at_once, word.startswith("~"))
 
