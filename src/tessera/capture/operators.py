@@ -7,6 +7,7 @@ names its parts ("proj.weight.qdata") and records the operators on them.
 """
 
 import functools
+import linecache
 import os
 import sys
 import threading
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tessera.capture.blocks import raw
 from tessera.errors import CaptureError
@@ -37,6 +38,8 @@ Results = tuple[Any, ...] | list[Any]
 _PACKAGES = f"site-packages{os.sep}"
 # In training, these update running statistics that their schemas do not declare.
 SILENT_WRITERS = frozenset({"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"})
+# Other namespaces have operators that nobody has tested here.
+TESTED = frozenset({"aten", "prims", "tessera"})
 # Arguments whose values decide result sizes; for others with torch's tag, all do.
 DECIDERS = {
     "aten::index": ("indices",),
@@ -85,7 +88,7 @@ def byte_region(view: View) -> Region | None:
 
 
 def symbol_of(value: Any) -> Symbol | None:
-    for kind in (torch.dtype, torch.device, torch.layout, torch.memory_format):
+    for kind in (torch.dtype, torch.device, torch.layout, torch.memory_format, complex):
         if isinstance(value, kind):
             return Symbol(kind.__name__, str(value).removeprefix("torch."))
     return None
@@ -216,6 +219,16 @@ def program_line() -> str:
     return next(_program_lines(walk_stack(sys._getframe())), "")
 
 
+def _program_call() -> str:
+    """Text of the call that the program is in, if it is on one line."""
+    for frame, _ in walk_stack(sys._getframe()):
+        if is_program(frame.f_code.co_filename):
+            first, last, start, stop = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+            line = linecache.getline(frame.f_code.co_filename, first or 0).encode()
+            return line[start:stop].decode() if first == last else ""
+    return ""
+
+
 def _program_lines(frames: Iterator[tuple[FrameType, int]]) -> Iterator[str]:
     for frame, line in frames:
         if is_program(frame.f_code.co_filename):
@@ -248,7 +261,12 @@ def check_operator(
         message = f"{func} changes its running statistics, which its schema does not say"
         fail(message, "Call the model's eval() first.")
     if _answers_the_host(func) and any(map(varies, tree_leaves((args, kwargs)))):
-        refuse_read(str(func))
+        if func is torch.ops.aten._nested_tensor_from_mask_left_aligned.default:
+            message = "TransformerEncoder reads on the host whether padding is at the end"
+            fail(message, "Make it with enable_nested_tensor=False.")
+        # A function of several operators reads by an operator that the program does not name.
+        is_plain = func is torch.ops.aten._local_scalar_dense.default
+        refuse_read((is_plain and _program_call()) or str(func))
     if _sizes_by_value(func) and any(map(varies, tree_leaves(_deciding(func, args, kwargs)))):
         fail(f"{func} gives a result whose shape depends on values", _SIZED)
 
@@ -277,10 +295,61 @@ def _answers_the_host(func: Any) -> bool:
 
 
 def check_tensor(tensor: torch.Tensor, name: str = "a value") -> None:
+    if tensor._is_zerotensor():
+        fail(
+            f"{name} is a zero without memory", "Differentiate backwards: torch.func.jacrev, torch.func.grad."
+        )
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         kind = str(tensor.layout).removeprefix("torch.")
         what = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else kind
         fail(f"{name} is a {what} tensor", "Use dense, unquantized tensors: .to_dense(), .dequantize().")
+
+
+def copies(values: Any) -> Any:
+    """Copies of tensors share memory where the tensors do."""
+    storages: dict[int, torch.Tensor] = {}
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in storages:
+            storages[storage._cdata] = raw(tensor, 0, storage.nbytes()).clone()
+        memory = storages[storage._cdata].untyped_storage()
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    return tree_map_only(torch.Tensor, copy, values)
+
+
+def have_same_bits(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor):
+        return bool(one == other)
+    flat = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    return one.shape == other.shape and torch.equal(*flat)
+
+
+def check_declared(func: Any, given: tuple[Any, Any], tried: tuple[Any, Any]) -> None:
+    """`tried`: copies of the arguments that are given, after a call with them."""
+    named = [
+        (argument.name, is_write, leaf, after)
+        for (argument, value, is_write), (_, left, _) in zip(
+            arguments(func._schema, *given), arguments(func._schema, *tried), strict=True
+        )
+        for leaf, after in zip(tree_leaves(value), tree_leaves(left), strict=True)
+        if isinstance(leaf, torch.Tensor)
+    ]
+    written = {leaf.untyped_storage()._cdata for _, is_write, leaf, _ in named if is_write}
+    for name, _, leaf, after in named:
+        if leaf.untyped_storage()._cdata not in written and not have_same_bits(leaf, after):
+            message = f"{func} writes '{name}', which its schema does not say"
+            fail(message, "Name it in mutates_args, or mark it in the schema as Tensor(a!).")
+
+
+def check_repeatable(func: Any, one: Any, other: Any) -> None:
+    """Results of two calls with the same arguments. On a GPU sums may differ by their order."""
+    on_cpu = all(t.device.type == "cpu" for t in tree_leaves(other) if isinstance(t, torch.Tensor))
+    if on_cpu and not all(map(have_same_bits, tree_leaves(one), tree_leaves(other))):
+        message = f"{func} gives other results for the same arguments"
+        fail(message, "Pass what it keeps or draws as an argument.")
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:

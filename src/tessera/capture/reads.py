@@ -9,7 +9,7 @@ read of a tensor that depends on the request is refused with its line:
   clocks     time, datetime, os.urandom: different in every call
 
 Methods of torch's classes are replaced while a thread records; Python's profiling hook sees clocks and
-methods saved earlier (docs/capture.md). Transformers reads masks and checks inputs by value unless `traced`.
+methods saved earlier (docs/capture.md). While `traced`, libraries do not check inputs by value.
 """
 
 import datetime
@@ -26,9 +26,10 @@ from unittest.mock import patch
 
 import torch
 from torch.distributions import Distribution
+from torch.nn.functional import one_hot
 from torch.utils import dlpack
 
-from tessera.capture.operators import fail, is_program, is_python, refuse_read
+from tessera.capture.operators import fail, is_program, is_python, is_users, refuse_read
 
 IMPORTS = "transformers.utils.import_utils"
 ANSWER = "is_jit_tracing"  # behind `is_tracing`, wherever imported
@@ -49,8 +50,26 @@ _CLOCKS: frozenset[Any] = frozenset(
 _TO_DLPACK = dlpack.to_dlpack  # type: ignore[attr-defined]
 
 
+def _classes(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """`one_hot`, which reads its values on a CPU to check them, and without `num_classes` to count them."""
+    if num_classes < 0:
+        return one_hot(tensor)
+    return (tensor[..., None] == torch.arange(num_classes, device=tensor.device)).long()
+
+
 @contextmanager
 def traced() -> Iterator[None]:
+    """Values are not checked: by distributions, by one_hot, nor by transformers where it is imported."""
+    with (
+        patch.object(Distribution, "_validate_args", False),
+        patch.object(torch.nn.functional, "one_hot", _classes),
+        _transformers_traced(),
+    ):
+        yield
+
+
+@contextmanager
+def _transformers_traced() -> Iterator[None]:
     module = sys.modules.get(IMPORTS)
     checks = os.environ.get(NO_CHECKS)
     if not hasattr(module, ANSWER):
@@ -60,15 +79,12 @@ def traced() -> Iterator[None]:
     written: Callable[[torch.Tensor, str], str] = torch.Tensor.__format__
 
     def write(tensor: torch.Tensor, how: str) -> str:
-        return "tensor" if threading.get_ident() == thread else written(tensor, how)
+        is_mine = threading.get_ident() == thread and not is_users(sys._getframe(1).f_code.co_filename)
+        return "tensor" if is_mine else written(tensor, how)
 
     os.environ[NO_CHECKS] = "1"
     try:
-        with (
-            patch.object(module, ANSWER, lambda: True),
-            patch.object(torch.Tensor, "__format__", write),
-            patch.object(Distribution, "_validate_args", False),
-        ):
+        with patch.object(module, ANSWER, lambda: True), patch.object(torch.Tensor, "__format__", write):
             yield
     finally:
         os.environ.pop(NO_CHECKS)

@@ -31,7 +31,7 @@ from tessera.capture.fake import run_fake
 from tessera.capture.operators import Recorded, Results, fail
 from tessera.capture.own import OwnLaunch, inside_operator, own_launches, tensors_in, unchanged
 from tessera.capture.reads import reads_refused
-from tessera.capture.rng import Draws, generator_of, size_of
+from tessera.capture.rng import Draws, forked, generator_of, size_of
 from tessera.errors import CaptureError
 from tessera.ir import Access, Arg, Buffer, BufferKind, Kernel, Launch, Origin, Region, Step, Trace, View
 from tessera.kernels.ptx import triton_accesses
@@ -368,7 +368,16 @@ class Recorder(OperatorMode):
         return tensor
 
     def _execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorded: Recorded) -> Any:
-        return run_operator(self._run, func, args, kwargs)
+        if func.namespace in operators.TESTED or self._run is run_fake:
+            return run_operator(self._run, func, args, kwargs)
+        tried = operators.copies((args, kwargs))
+        with forked():
+            first = run_operator(self._run, func, *tried)
+        operators.check_declared(func, (args, kwargs), tried)
+        result = run_operator(self._run, func, args, kwargs)
+        if not func.is_view:
+            operators.check_repeatable(func, first, result)
+        return result
 
     def _carries_constant(self, func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> bool:
         if func._schema.name not in CARRIERS or len(inputs) != 1 or self._ledger.find(outputs[0]) is not None:

@@ -72,6 +72,8 @@ class Launcher:
                 return tensor_of(memory.get(arg.buffer), arg)
             if isinstance(arg, tuple):
                 return [value(item) for item in arg]
+            if isinstance(arg, Symbol) and arg.kind == "complex":
+                return complex(arg.name)
             if isinstance(arg, Symbol):  # the recorded device stands for the current one
                 return self._device if arg.kind == "device" else getattr(torch, arg.name)
             return arg
@@ -126,16 +128,19 @@ def bind(
     """`keep`: results by number, and the places that they are written to."""
     if not keep:
         return lambda: operator(*args, **kwargs)
-    if [number for number, _ in keep] == [0] and (out := out_variant(operator)) is not None:
+    # Where a stride is 0, elements share memory, which torch refuses to write: the first of them is copied.
+    apart = [tuple(slice(None) if step else slice(1) for step in held.stride()) for _, held in keep]
+    is_whole = all(step for _, held in keep for step in held.stride())
+    if is_whole and [number for number, _ in keep] == [0] and (out := out_variant(operator)) is not None:
         return _written(out, args, kwargs, keep[0][1], name)
 
     def call() -> None:
         result = operator(*args, **kwargs)
         results = result if isinstance(result, tuple | list) else (result,)
-        for number, held in keep:
+        for (number, held), part in zip(keep, apart, strict=True):
             if results[number].shape != held.shape:
                 raise _misshapen(name, results[number], held.shape)
-            held.copy_(results[number])
+            held[part].copy_(results[number][part])
 
     return call
 

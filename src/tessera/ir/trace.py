@@ -218,7 +218,7 @@ class View(msgspec.Struct, frozen=True, tag=True):
 
 
 class Symbol(msgspec.Struct, frozen=True, tag=True):
-    """Torch constant: dtype, device, layout or memory_format."""
+    """Torch constant (dtype, device, layout or memory_format), or complex number."""
 
     kind: str
     name: str

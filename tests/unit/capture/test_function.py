@@ -11,6 +11,7 @@ import tessera
 from tessera.capture import record
 from tessera.capture.function import FunctionWorkload, workload
 from tessera.errors import CaptureError, MismatchError
+from tessera.execute.reference import InOrder
 from tessera.ir import BufferKind, Trace
 
 SCALE = torch.full((4,), 3.0)
@@ -242,6 +243,19 @@ def test_values_behind_a_flag_of_conjugation_are_computed(fn: Any) -> None:
     x = torch.randn(3, 3, dtype=torch.complex64)
 
     torch.testing.assert_close(rerun(step, x), fn(x))
+
+
+def test_complex_numbers_are_arguments() -> None:
+    """Plain numbers of Python, also with zeros of either sign."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x * 2j + complex(-0.0, 1.5) * torch.full_like(x, 1 - 3j)
+
+    x = torch.randn(3, dtype=torch.complex64)
+    step = workload(fn, x)
+    run = InOrder([record(step)], {}, torch.device("cpu"))
+
+    assert torch.equal(fn(x), run(0, {"x": x}, {})["output"])
 
 
 @pytest.mark.parametrize(

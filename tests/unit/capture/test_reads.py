@@ -24,6 +24,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.functional import one_hot
 from torch.utils import dlpack
 
 import tessera
@@ -132,6 +133,30 @@ def test_a_tensor_made_of_what_was_read_is_refused(way: str) -> None:
     """Its values, or its shape, would be those of the recorded request."""
     with pytest.raises(CaptureError, match=HERE):
         tessera.capture(lambda x: TENSORS[way](x * 1).sum() + x, X)
+
+
+def test_classes_are_counted_by_a_call_that_the_refusal_shows() -> None:
+    """The operator that reads is not one that the program names."""
+    with pytest.raises(CaptureError, match=HERE + r"one_hot\(x\) reads"):
+        tessera.capture(lambda x: one_hot(x), X.abs().long())  # noqa: PLW0108
+
+
+def test_values_that_are_only_checked_are_not_read() -> None:
+    """A number of classes that is given, and parameters of a distribution; whatever is imported."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        spread = torch.distributions.Normal(x, x.abs() + 1).log_prob(x)
+        return torch.nn.functional.one_hot(x.abs().long(), 7).sum(0) + spread[:7]
+
+    step = workload(fn, X)
+
+    assert torch.equal(fn(X), step.run({"x": X}, {})["output"])
+
+
+def test_text_that_the_program_makes_of_a_tensor_is_refused() -> None:
+    """Also beside transformers, whose own messages are not."""
+    with pytest.raises(CaptureError, match=HERE + "printing reads"):
+        tessera.capture(lambda x: x * len(f"{x.sum():.1f}"), X)
 
 
 @pytest.mark.parametrize("over", [torch.func.vmap, torch.func.grad])

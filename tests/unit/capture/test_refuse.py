@@ -99,3 +99,51 @@ def test_aliases_that_no_schema_declares_are_listed() -> None:
     trace = capture(lambda x: torch.ops.aten._unsafe_view((x * 2).view(32), [4, 8]) + 1)
 
     assert (("aten._unsafe_view.default", 1),) == trace.aliases
+
+
+@torch.library.custom_op("tessera_test::writes_unsaid", mutates_args=())
+def writes_unsaid(x: torch.Tensor) -> torch.Tensor:
+    """Changes its argument."""
+    x.mul_(2)
+    return x + 1
+
+
+CALLS: list[int] = []
+
+
+@torch.library.custom_op("tessera_test::counts", mutates_args=())
+def counts(x: torch.Tensor) -> torch.Tensor:
+    """Depends on how often it was called."""
+    CALLS.append(1)
+    return x + len(CALLS)
+
+
+def test_a_custom_operator_that_writes_an_argument_unsaid_is_refused() -> None:
+    """A launch that reads the argument would not wait for it."""
+    with pytest.raises(
+        CaptureError, match=r"test_refuse\.py:\d+: .*writes_unsaid.* writes 'x'.*mutates_args"
+    ):
+        capture(lambda x: writes_unsaid(x * 1))
+
+
+def test_a_custom_operator_that_keeps_something_is_refused() -> None:
+    """Each request would get the result of another call."""
+    with pytest.raises(
+        CaptureError, match=r"test_refuse\.py:\d+: .*counts.* gives other results for the same"
+    ):
+        capture(counts)
+
+
+def test_a_tensor_of_zeros_without_memory_is_refused() -> None:
+    """Forward derivatives make it."""
+    with pytest.raises(CaptureError, match=r"zero without memory.*jacrev"):
+        capture(lambda x: torch.func.hessian(lambda row: (row**3).sum())(x[0]))
+
+
+def test_a_nested_encoder_is_refused_with_its_option() -> None:
+    """It looks where the padding is."""
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    encoder = torch.nn.TransformerEncoder(layer, 1).eval()
+
+    with pytest.raises(CaptureError, match="enable_nested_tensor=False"):
+        capture(lambda x: encoder(x[None], src_key_padding_mask=x[None, :, 0] > 9))

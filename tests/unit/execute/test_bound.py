@@ -41,6 +41,14 @@ def test_a_result_of_another_shape_is_an_error(operator: Any, args: tuple[Any, .
         call()
 
 
+def test_a_result_whose_elements_share_memory_is_copied_once() -> None:
+    """A stride of 0, which torch does not write."""
+    held = torch.zeros(3).as_strided((3, 4), (1, 0))
+    bind(aten.expand.default, (torch.arange(3.0)[:, None], (3, 4)), {}, [(0, held)], "launch 7")()
+
+    assert torch.equal(torch.arange(3.0)[:, None].expand(3, 4), held)
+
+
 def test_a_bound_launch_gives_the_same_bits() -> None:
     """Nearly all launches of a step are bound after their first run, and the second run agrees with it."""
     plan = made.plan_of([[[0] * len(g.trace.launches) for g in made.unit().graphs]], 1)
