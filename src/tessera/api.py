@@ -16,10 +16,10 @@ services are those of `tessera serve`, with `_` for `-`.
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -29,20 +29,17 @@ import msgspec
 
 from tessera.cli import plan_model
 from tessera.cli.chat import client_of
+from tessera.cli.output import arguments_of
+from tessera.cli.plan import plan as plan_command
 from tessera.cli.plan_text import PlanReasons, reasons_of
 from tessera.cli.serve import answering
+from tessera.cli.serve import serve as serve_command
 from tessera.cli.serve_options import ServeConfig
-from tessera.cli.simulate import (
-    NUM_REQUESTS,
-    SimulatedService,
-    SimulatedTimeline,
-    simulate_service,
-    simulate_steps,
-)
+from tessera.cli.simulate import SimulatedService, SimulatedTimeline, simulate_plan
+from tessera.cli.simulate import simulate as simulate_command
 from tessera.errors import TesseraError, check_known
-from tessera.ir import Load, Objective, ServicePlan, save
-from tessera.profile import parse_devices, wire
-from tessera.simulate.arrivals import make_arrivals
+from tessera.ir import Load, ServicePlan, save
+from tessera.simulate.arrivals import check_load
 
 __all__ = ["LLM", "Completion", "ModelPlan", "SamplingParams", "Server", "plan", "serve"]
 
@@ -51,7 +48,6 @@ DEFAULT_LOAD = Load(prompt_tokens=1024, output_tokens=256)
 MAX_AT_ONCE = 256
 
 Self = TypeVar("Self", bound="_Closing")
-Record = TypeVar("Record", "SamplingParams", ServeConfig)
 
 
 def plan(
@@ -78,20 +74,37 @@ def plan(
         launches: "compiled" or "eager"; default: compiled where outlines are kept.
     """
 
-    sizes = load if isinstance(load, Load) else Load(*load)
-    links = [link] if isinstance(link, str) else list(link)
-    options = plan_model.PlannedLoad(
-        prompt_tokens=sizes.prompt_tokens,
-        output_tokens=sizes.output_tokens,
-        tpot_ms=sizes.tpot_ms,
-        ttft_ms=sizes.ttft_ms,
-        random_weights=random_weights,
-        launches=launches or None,
-        objective=Objective(objective),
-        effort=effort,
+    sizes = _load(load)
+    arguments = arguments_of(
+        plan_command,
+        {
+            "traces": model,
+            "devices": devices,
+            "link": link or None,
+            "prompt_tokens": sizes.prompt_tokens,
+            "output_tokens": sizes.output_tokens,
+            "tpot_ms": sizes.tpot_ms,
+            "ttft_ms": sizes.ttft_ms,
+            "random_weights": random_weights,
+            "launches": launches or None,
+            "objective": objective,
+            "effort": effort,
+        },
     )
+    options: plan_model.PlannedLoad = arguments["options"]
     options.check()
-    return ModelPlan(plan_model.plan_load(model, options, wire(parse_devices(devices), links)))
+    whole = replace(options.load, spread=sizes.spread, lengths=tuple(sizes.lengths))
+    planned = plan_model.plan_load(arguments["traces"][0], options, arguments["prices"].cluster(), load=whole)
+    return ModelPlan(planned)
+
+
+def _load(load: Any) -> Load:
+    if isinstance(load, Load):
+        check_load(load)
+        return load
+    if not isinstance(load, tuple | list) or len(load) != 2:
+        raise TesseraError(f"must be a Load or (prompt tokens, answer tokens), got {load!r}", place="load")
+    return Load(*load)
 
 
 @dataclass(frozen=True)
@@ -115,16 +128,14 @@ class ModelPlan:
         """Play the plan on a virtual clock.
 
         Args:
-            requests: Number of requests.
+            requests: Number of requests; of service plans, with `arrivals`.
             arrivals: Service plans only: "poisson:RATE", "bursty:RATE" or a CSV file; default: full load.
-            lengths: Tokens of prompts and answers, as "geometric:512,128"; default: the load's.
+            lengths: Tokens of prompts and answers that arrive, as "geometric:512,128"; default: the load's.
             seed: Random seed.
         """
-        plan = self.planned.plan
-        if isinstance(plan, ServicePlan):
-            load = None if arrivals is None else make_arrivals(arrivals, requests, seed, lengths)
-            return simulate_service([plan], load, seed)
-        return simulate_steps(plan, requests or NUM_REQUESTS)
+        values = {"requests": requests, "arrivals": arrivals, "lengths": lengths, "seed": seed}
+        options = arguments_of(simulate_command, {"plan": self.planned.plan.policy, **values})["options"]
+        return simulate_plan(self.planned.plan, options)
 
     def explain(self) -> PlanReasons:
         """Why launches are placed so; for a service in its group with most devices."""
@@ -171,6 +182,8 @@ class SamplingParams:
 
 
 class Completion(msgspec.Struct, frozen=True):
+    """The answer to one prompt; `document` is the server's."""
+
     prompt: str | Sequence[int] | Sequence[Mapping[str, Any]]
     text: str
     # stop or length.
@@ -208,11 +221,12 @@ class LLM(_Closing):
             devices: Default: this machine's GPUs, or its CPU.
             options: Further options of `tessera serve`, such as `max_model_len=4096`.
         """
-        config = serve_config(devices=devices, **options)
+        model, config = _service(model, devices=devices, **options)
         with ExitStack() as stack:
-            self._client = stack.enter_context(client_of(model, config))
-            at_once = min(MAX_AT_ONCE, config.max_waiting)
+            at_once = min(MAX_AT_ONCE, config.max_waiting, config.max_requests)
+            # Entered first: they end when the server has answered or ended their requests.
             self._threads = stack.enter_context(ThreadPoolExecutor(at_once, "tessera-llm"))
+            self._client = stack.enter_context(client_of(model, config))
             super().__init__(stack.pop_all())
 
     def generate(
@@ -228,7 +242,10 @@ class LLM(_Closing):
             params: How answers are generated.
             sampling: Fields of `SamplingParams`, in place of `params`.
         """
-        listed = [prompts] if isinstance(prompts, str) else list(prompts)
+        listed = [prompts] if isinstance(prompts, str) else _listed("prompts", prompts)
+        if any(isinstance(prompt, int) for prompt in listed):
+            message = "a prompt must be a text or a list of tokens, got numbers"
+            raise TesseraError(message, "Put the tokens of one prompt into a list: [[1, 2]].", "prompts")
         return self._answers("/v1/completions", "prompt", listed, params, sampling)
 
     def chat(
@@ -238,8 +255,9 @@ class LLM(_Closing):
         **sampling: Any,
     ) -> list[Completion]:
         """Answer one conversation or several, all at once, with the model's chat template."""
-        is_one = bool(conversations) and isinstance(conversations[0], Mapping)
-        listed = [conversations] if is_one else list(conversations)
+        listed = _listed("conversations", conversations)
+        if listed and isinstance(listed[0], Mapping):
+            listed = [listed]
         return self._answers("/v1/chat/completions", "messages", listed, params, sampling)
 
     def _answers(
@@ -250,17 +268,37 @@ class LLM(_Closing):
         params: SamplingParams | None,
         sampling: dict[str, Any],
     ) -> list[Completion]:
-        if params is not None and sampling:
-            raise TesseraError("sampling is given twice", "Give SamplingParams or keywords, not both.")
-        common = (params or _record(SamplingParams, "sampling parameter", sampling)).fields()
+        if not self._close.alive:
+            raise TesseraError("this LLM is closed", "Make another.")
+        common = _sampling(params, sampling).fields()
         if field == "messages" and "logprobs" in common:
             common |= {"top_logprobs": common["logprobs"], "logprobs": True}
         bodies = [{field: prompt, **common} for prompt in prompts]
         answers = list(self._threads.map(lambda body: self._client.post(path, body), bodies))
-        for status, document in answers:
+        for number, (status, document) in enumerate(answers):
             if status != 200:
-                raise TesseraError(document["error"]["message"])
+                place = f"prompt {number} of {len(answers)}" if len(answers) > 1 else ""
+                raise TesseraError(document["error"]["message"], place=place)
         return [_completion(prompt, answer) for prompt, (_, answer) in zip(prompts, answers, strict=True)]
+
+
+def _listed(name: str, values: Any) -> list[Any]:
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise TesseraError(f"must be a list, got {type(values).__name__}", place=name)
+    return list(values)
+
+
+def _sampling(params: Any, keywords: Mapping[str, Any]) -> SamplingParams:
+    if params is None:
+        names = [field.name for field in fields(SamplingParams)]
+        for name in keywords:
+            check_known("sampling parameter", name, names)
+        return SamplingParams(**keywords)
+    if keywords:
+        raise TesseraError("sampling is given twice", "Give SamplingParams or keywords, not both.")
+    if not isinstance(params, SamplingParams):
+        raise TesseraError(f"must be SamplingParams, got {type(params).__name__}", place="params")
+    return params
 
 
 def _completion(prompt: Any, document: dict[str, Any]) -> Completion:
@@ -291,15 +329,9 @@ def serve(model: str, devices: str | None = None, *, port: int = 8000, **options
         port: 0: a free one, see `Server.url`.
         options: Further options of `tessera serve`, such as `api_key=["..."]`.
     """
-    return Server(model, serve_config(devices=devices, port=port, **options))
+    return Server(*_service(model, devices=devices, port=port, **options))
 
 
-def serve_config(**options: Any) -> ServeConfig:
-    return _record(ServeConfig, "option", options)
-
-
-def _record(kind: type[Record], what: str, values: Mapping[str, Any]) -> Record:
-    names = [field.name for field in fields(kind)]
-    for name in values:
-        check_known(what, name, names)
-    return kind(**values)
+def _service(model: str, **options: Any) -> tuple[str, ServeConfig]:
+    arguments = arguments_of(serve_command, {"model": model, **options})
+    return arguments["model"], arguments["options"]

@@ -79,6 +79,72 @@ def test_llm_refuses_in_one_line(llm: tessera.LLM) -> None:
         tessera.LLM("tiny-llama", max_len=5)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seqs": 0}, r"--seqs.* greater than or equal to 1"),
+        ({"seqs": 1.5}, r"--seqs.* valid integer"),
+        ({"effort": "hard"}, r"--effort.* 'hard' is not one of 'full', 'quick'"),
+        ({"tpot_ms": 5.0}, "--tpot-ms: needs --output-tokens"),
+        ({"memory": "cpu"}, "--memory: it must be DEVICE=SIZE, got 'cpu'"),
+        ({"plan": "/nope.plan"}, r"--plan.*'/nope.plan' does not exist"),
+    ],
+)
+def test_options_of_a_service_are_checked_as_on_the_command_line(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(TesseraError, match=message):
+        tessera.LLM("tiny-llama", devices="cpu", **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"load": 64}, r"load: must be a Load or \(prompt tokens, answer tokens\), got 64"),
+        ({"load": (-1, 16)}, r"--prompt-tokens.* greater than or equal to 1"),
+        ({"load": tessera.Load(64, 16, spread="odd")}, "unknown spread of lengths 'odd'; known: fixed"),
+        ({"load": tessera.Load(64, 16, lengths=((0, 1),))}, "lengths: must be pairs of tokens"),
+        ({"objective": "speed"}, "'speed' is not one of 'throughput'"),
+        ({"launches": "odd"}, "'odd' is not one of 'compiled', 'eager'"),
+    ],
+)
+def test_a_plan_is_refused_in_one_line(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(TesseraError, match=message):
+        tessera.plan("tiny-llama", DEVICES, **arguments)
+
+
+def test_a_plan_is_for_the_lengths_of_its_load() -> None:
+    load = tessera.Load(64, 16, spread="geometric", lengths=((96, 24), (32, 8)))
+    assert load == tessera.plan("tiny-llama", DEVICES, load, effort="quick").planned.plan.load  # type: ignore[union-attr]
+
+
+def test_options_that_a_simulation_does_not_use_are_refused(found: tessera.ModelPlan) -> None:
+    with pytest.raises(TesseraError, match="--requests: a service plan without --arrivals runs at full load"):
+        found.simulate(requests=3)
+    with pytest.raises(TesseraError, match="--lengths: needs --arrivals"):
+        found.simulate(lengths="uniform:32,8")
+
+
+def test_wrong_prompts_are_refused_with_their_place(llm: tessera.LLM) -> None:
+    with pytest.raises(TesseraError, match="prompts: must be a list, got NoneType"):
+        llm.generate(None)  # type: ignore[arg-type]
+    with pytest.raises(TesseraError, match=r"prompts: .* Put the tokens of one prompt into a list"):
+        llm.generate([1, 2])  # type: ignore[list-item]
+    with pytest.raises(TesseraError, match="params: must be SamplingParams, got dict"):
+        llm.generate("a", {"max_tokens": 1})  # type: ignore[arg-type]
+    with pytest.raises(TesseraError, match="cannot be written as JSON"):
+        llm.generate("a", temperature=float("nan"))
+    with pytest.raises(TesseraError, match="prompt 1 of 3: This model's maximum context length"):
+        llm.generate(["a", "b" * 1000, "c"], max_tokens=2)
+
+
+def test_a_closed_llm_says_so() -> None:
+    with tessera.LLM("tiny-llama", devices="cpu", max_requests=2, **SMALL) as closed:
+        assert 5 == len(closed.generate(["a"] * 5, max_tokens=1))
+    with pytest.raises(TesseraError, match="this LLM is closed"):
+        closed.generate("a")
+
+
 # No `if __name__ == "__main__"`, and nothing is closed.
 SCRIPT = f"""
 import multiprocessing, tessera, torch

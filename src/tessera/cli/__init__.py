@@ -33,7 +33,7 @@ from tessera.cli import (
     simulate,
     verify,
 )
-from tessera.cli.output import printed, say
+from tessera.cli.output import UsageError, printed, say
 from tessera.cli.serve_options import hint, unknown_option
 from tessera.errors import TesseraError
 
@@ -75,8 +75,6 @@ Tessera makes heterogeneous GPUs work as one. Five things to do with it:
 
 emu:a100 is a card that nobody has to own; cuda:0 is one of this machine.
 tessera --help lists every command, tessera doctor what this machine can do."""
-# typer carries its own copy of click in some versions: find the base class of its usage errors.
-UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 def _show_version(value: bool) -> None:

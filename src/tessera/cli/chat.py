@@ -37,7 +37,7 @@ class ApiClient:
         headers = {"Content-Type": "application/json"}
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
-        raw = None if body is None else json.dumps(body).encode()
+        raw = None if body is None else _encoded(body)
         request = urllib.request.Request(self.url.rstrip("/").removesuffix("/v1") + path, raw, headers)
         try:
             return urllib.request.urlopen(request, timeout=self.timeout_s)
@@ -72,6 +72,13 @@ class ApiClient:
                 return str(json.load(response)["data"][0]["id"])
         except urllib.error.HTTPError as error:
             raise TesseraError(_document(error)["error"]["message"], "See --api-key.", self.url) from None
+
+
+def _encoded(body: object) -> bytes:
+    try:
+        return json.dumps(body, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise TesseraError(f"the request cannot be written as JSON: {error}") from None
 
 
 def _document(error: urllib.error.HTTPError) -> Any:

@@ -7,6 +7,9 @@ A command is a function that returns one frozen record; `printed` makes a comman
 - A command that goes on after its record (a service) is a generator and yields it; then the JSON is one line.
   Texts that it yields are for people only (the words of an answer).
 - Types in records must be importable without torch.
+
+`arguments_of` reads a command's arguments from Python values, with the types, limits and conditions of its
+command line.
 """
 
 import functools
@@ -16,7 +19,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from typing import Annotated, Any, Generic, Self, TypeVar
@@ -34,13 +37,13 @@ from rich.progress import (
 )
 
 from tessera.cli.render import render
-from tessera.errors import TesseraError
+from tessera.errors import TesseraError, check_known
 from tessera.ir.timeline import HIDDEN, shown
 
 __all__ = [
-    "FILE", "HIDDEN", "PER_TOKEN", "TO_FIRST", "Illustrated", "JsonOption", "Record", "console", "excludes",
-    "finite", "limit_ms", "needs", "only_if", "option", "positive", "print_record", "printed", "progress",
-    "say", "shown",
+    "FILE", "HIDDEN", "PER_TOKEN", "TO_FIRST", "Illustrated", "JsonOption", "Record", "UsageError",
+    "arguments_of", "console", "excludes", "finite", "limit_ms", "needs", "only_if", "option", "positive",
+    "print_record", "printed", "progress", "say", "shown",
 ]  # fmt: skip
 
 # Seconds before the first plain line; between two lines of a counted job.
@@ -51,6 +54,8 @@ PAGE_COLUMNS = 100
 ONLY_NAMED = inspect.Parameter.KEYWORD_ONLY
 PER_TOKEN = "per output token: median over the requests of every group"
 TO_FIRST = "to the first token: median over requests"
+# typer carries its own copy of click in some versions: find the base class of its usage errors.
+UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,6 +126,39 @@ def printed(function: Callable[..., Any]) -> Callable[..., None]:
     command.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
+
+
+def arguments_of(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a command, read from `values` as from words of its command line; None: the default."""
+    arguments: dict[str, Any] = {}
+
+    @functools.wraps(function)
+    def keep(**kwargs: Any) -> None:
+        arguments.update(kwargs)
+
+    app = typer.Typer(add_completion=False)
+    app.command(function.__name__)(printed(keep))
+    command: Any = typer.main.get_command(app)
+    parameters = {param.name: param for param in command.params if param.name != "as_json"}
+    words = {}
+    for name, value in values.items():
+        check_known("option", name, parameters)
+        if value is not None:
+            words[name] = _words(value, parameters[name].multiple or parameters[name].nargs != 1)
+    try:
+        with command.context_class(command, info_name=function.__name__) as context:
+            for param in sorted(command.params, key=lambda param: not param.is_eager):
+                param.handle_parse_result(context, words, [])
+            command.invoke(context)
+    except UsageError as error:
+        raise TesseraError(str(error.format_message())) from None
+    return arguments
+
+
+def _words(value: Any, is_list: bool) -> str | list[str]:
+    if not is_list:
+        return str(value)
+    return [str(item) for item in (value if isinstance(value, list | tuple) else [value])]
 
 
 def limit_ms(of: str, **more: Any) -> Any:

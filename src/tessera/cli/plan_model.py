@@ -198,13 +198,15 @@ def plan_load(
     options: PlannedLoad,
     cluster: ir.Cluster,
     advance: Callable[[str], None] = lambda text: None,
+    load: ir.Load | None = None,
 ) -> PlannedModel:
+    """`load`: with lengths of its own, in place of that of the options."""
     from tessera.advise.raters import ServiceRater, rater_of
     from tessera.planning import read_frequencies
 
     target = ModelLoad(
         model,
-        options.load,
+        load or options.load,
         launches=options.launches or "",
         search=search_config(options.effort),
         memory_share=options.memory_share,

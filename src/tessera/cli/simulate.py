@@ -24,7 +24,7 @@ SLOWDOWN = re.compile(r"(.+)@(\d+\.?\d*)x(\d+\.?\d*)")
 
 ONLINE = needs("arrivals")
 OFFLINE = excludes("arrivals", "makes no timeline with --arrivals")
-REQUESTS_HELP = "Number of requests; without --arrivals, all wait at the start."
+REQUESTS_HELP = "Number of requests; of plans of steps, all wait at the start."
 ARRIVALS_HELP = (
     "Requests over time: a CSV file (BurstGPT or Azure), poisson:RATE, bursty:RATE[,PEAK,SHARE,SECONDS] or "
     "batch:N."
@@ -55,9 +55,21 @@ class PlayedRequests:
     ] = None
 
     def arrived(self) -> Arrivals | None:
-        if self.arrivals is None:
-            return None
-        return make_arrivals(self.arrivals, self.requests, self.seed, self.lengths)
+        """None: the full load of a service plan."""
+        if self.arrivals is not None:
+            return make_arrivals(self.arrivals, self.requests, self.seed, self.lengths)
+        if self.requests is not None:
+            remedy = "Add --arrivals poisson:RATE, or leave it out."
+            raise TesseraError("a service plan without --arrivals runs at full load", remedy, "--requests")
+        return None
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait at the start."""
+        if self.arrivals is not None:
+            remedy = "Make one by: tessera plan MODEL --devices ... --output-tokens N."
+            raise TesseraError("requests over time need a service plan", remedy, "--arrivals")
+        return self.requests or NUM_REQUESTS
 
     def faults(self) -> Faults:
         losses = tuple(_read_loss(word) for word in self.lose or ())
@@ -160,12 +172,15 @@ def simulate(
                 say(f"warning: {load_per_s:,.0f} tokens/s are asked for and the plan gives {most:,.0f}")
         return figures
     with progress(f"reading {plan.name}") as advance:
-        loaded, num = load(Plan, plan), options.requests or NUM_REQUESTS
-        if options.arrivals is not None:
-            remedy = "Make one by: tessera plan MODEL --devices ... --output-tokens N."
-            raise TesseraError("requests over time need a service plan", remedy, "--arrivals")
+        loaded, num = load(Plan, plan), options.num_waiting
         advance(f"simulating {num:,} requests")
         return simulate_steps(loaded, num, trace, output)
+
+
+def simulate_plan(plan: Plan | ServicePlan, options: PlayedRequests) -> SimulatedTimeline | SimulatedService:
+    if isinstance(plan, ServicePlan):
+        return simulate_service([plan], options.arrived(), options.seed)
+    return simulate_steps(plan, options.num_waiting)
 
 
 def simulate_service(
@@ -213,7 +228,7 @@ def simulate_service(
 
 def simulate_steps(
     plan: Plan,
-    requests: int = NUM_REQUESTS,
+    requests: int,
     trace: Path | None = None,
     output: Path | None = None,
 ) -> SimulatedTimeline:

@@ -118,6 +118,15 @@ def make_lengths(text: str, num: int, seed: int = 0) -> tuple[tuple[int, ...], t
     return prompts, outputs
 
 
+def check_load(load: Load) -> None:
+    """The lengths, and how they spread; means and limits are options of `tessera plan`."""
+    check_known("spread of lengths", load.spread, LENGTHS)
+    for pair in load.lengths:
+        if len(pair) != 2 or not all(type(tokens) is int and tokens >= 1 for tokens in pair):
+            message = f"must be pairs of tokens of a prompt and its answer, at least 1 each, got {pair!r}"
+            raise ArrivalsError(message, "", "lengths")
+
+
 def lengths_of(load: Load, num: int, seed: int = 0) -> list[tuple[int, int]]:
     """(prompt, answer) tokens."""
     if load.lengths:
