@@ -47,6 +47,11 @@ class MemoryBlock:
     stop: int
 
     @property
+    def first(self) -> int:
+        """Number of its first tensor."""
+        return self.parts[0][0]
+
+    @property
     def is_tensor(self) -> bool:
         first = self.parts[0][1]
         is_one = all(part == first for _, part in self.parts)
@@ -80,7 +85,7 @@ def _block(parts: tuple[tuple[int, BlockPart], ...]) -> MemoryBlock:
 
 
 def handed(block: MemoryBlock, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    first = tensors[block.parts[0][0]].detach()
+    first = tensors[block.first].detach()
     return first if block.is_tensor else raw(first, block.start, block.stop)
 
 

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
 from tessera.capture import blocks, rng
-from tessera.capture.blocks import BlockPart
+from tessera.capture.blocks import BlockPart, MemoryBlock
 from tessera.capture.fxgraph import GraphStep
 from tessera.capture.holders import Before, Held, PyValue, find, line_that_changes, python_state, root
 from tessera.capture.operators import check_resolved, check_tensor, is_lazy
@@ -84,10 +84,9 @@ class FunctionCall:
         for name, tensor in zip(names, tensors, strict=True):
             check_tensor(tensor, f"'{name}'")
             check_resolved(tensor, f"'{name}'")
-        self.blocks = blocks.blocks_of(tensors)
-        self._block_of = {number: i for i, block in enumerate(self.blocks) for number, _ in block.parts}
-        self._names = [names[block.parts[0][0]] for block in self.blocks]
-        self._first = {i: tensors[block.parts[0][0]] for i, block in enumerate(self.blocks)}
+        # By the name of their first tensor.
+        self.blocks = {names[block.first]: block for block in blocks.blocks_of(tensors)}
+        self._examples = {name: tensors[block.first] for name, block in self.blocks.items()}
         # Tensors the call may differentiate by: they change memory, not identity.
         self._leaves = {i: t for i, t in enumerate(tensors) if t.is_leaf and t.requires_grad}
         self.trains = torch.is_grad_enabled() and bool(finder.optimizers)
@@ -100,22 +99,22 @@ class FunctionCall:
             self._learn(named, tensors)
 
     def _learn(self, named: list[tuple[str, Any]], tensors: list[torch.Tensor]) -> None:
-        keys = [blocks.storage_key(tensors[block.parts[0][0]]) for block in self.blocks]
-        parts = [blocks.part_of(tensor) for tensor in tensors]
+        keys = {name: blocks.storage_key(tensor) for name, tensor in self._examples.items()}
         args, kwargs = pytree.tree_unflatten([leaf for _, leaf in named], self._spec)
-        fixed = [i for i, block in enumerate(self.blocks) if block.parts[0][0] >= self._num_args]
-        watch = Watch([tensors[block.parts[0][0]] for block in self.blocks], fixed)
+        watch = Watch(
+            self._examples, [n for n, block in self.blocks.items() if block.first >= self._num_args]
+        )
         try:
             with self.mode(), rng.forked(), traced():
                 with watch:
                     result = self.fn(*args, **kwargs)
-                touched = {keys[block] for block in watch.touched}
-                self._check_held(named, (args, kwargs), tensors, parts, keys, touched)
+                self._check_held(named, (args, kwargs), {keys[name] for name in watch.touched})
+                self._check_memory(tensors, keys)
         finally:
             for held in self._held:
                 held.put_back()
-            for block, saved in watch.saved.items():
-                blocks.raw(tensors[self.blocks[block].parts[0][0]], 0, saved.numel()).copy_(saved)
+            for name, saved in watch.saved.items():
+                blocks.raw(self._examples[name], 0, saved.numel()).copy_(saved)
         self.generators = sorted(watch.generators)
         # Dynamo guards its own graphs.
         is_graph = isinstance(self.fn, GraphStep)
@@ -123,15 +122,7 @@ class FunctionCall:
         self._sort(watch)
         self._shape_results(result, keys)
 
-    def _check_held(
-        self,
-        named: list[tuple[str, Any]],
-        arguments: Any,
-        tensors: list[torch.Tensor],
-        parts: list[BlockPart],
-        keys: list[int],
-        touched: set[int],
-    ) -> None:
+    def _check_held(self, named: list[tuple[str, Any]], arguments: Any, touched: set[int]) -> None:
         """A gradient may be replaced if the call has not read the old one."""
         grads = [h for h in self._held if h.is_grad]
         replaceable = {h.name for h in grads if blocks.storage_key(h.tensor) not in touched}
@@ -150,13 +141,14 @@ class FunctionCall:
                     "Change it in place (copy_, index_copy_), so that it is the same memory for every call.",
                     self._line_that_replaces(name, arguments),
                 )
-        for number, (tensor, part) in enumerate(zip(tensors, parts, strict=True)):
-            block = self._block_of[number]
-            if blocks.part_of(tensor) != part or blocks.storage_key(tensor) != keys[block]:
-                name = self._names[block]
-                raise CaptureError(
-                    f"the call changes the shape or memory of '{name}'", "Work on a view of it."
-                )
+
+    def _check_memory(self, tensors: list[torch.Tensor], keys: Mapping[str, int]) -> None:
+        for name, block in self.blocks.items():
+            for number, part in block.parts:
+                tensor = tensors[number]
+                if blocks.part_of(tensor) != part or blocks.storage_key(tensor) != keys[name]:
+                    message = f"the call changes the shape or memory of '{name}'"
+                    raise CaptureError(message, "Work on a view of it.")
 
     def _line_that_replaces(self, name: str, arguments: Any) -> str:
         held = next((h for h in self._held if h.name == name and h.holder is not None), None)
@@ -167,21 +159,23 @@ class FunctionCall:
         return line_that_changes(PyValue(name, lambda: held.current), lambda: self.fn(*args, **kwargs))
 
     def _sort(self, watch: Watch) -> None:
-        self._inputs, self.changed, self._weights = [], [], []
-        for index, block in enumerate(self.blocks):
-            is_argument = block.parts[0][0] < self._num_args
+        self._inputs: dict[str, MemoryBlock] = {}
+        self.changed: dict[str, MemoryBlock] = {}
+        self._weights: dict[str, MemoryBlock] = {}
+        for name, block in self.blocks.items():
+            is_argument = block.first < self._num_args
             held = [self._holder(n) for n, _ in block.parts if n not in self._leaves]
             fixed = [h for h in held if h is not None and h.holder is None]
-            if fixed and (index in watch.saved or is_argument):
+            if fixed and (name in watch.saved or is_argument):
                 message = f"'{fixed[0].name}' is changed, or is an argument too, but only a closure holds it"
                 remedy = "Pass it as an argument, or register it on its module with register_buffer."
                 raise CaptureError(message, remedy)
-            if index in watch.saved:
-                self.changed.append(index)
+            if name in watch.saved:
+                self.changed[name] = block
             elif is_argument:
-                self._inputs.append(index)
-            elif index in watch.touched:
-                self._weights.append(index)
+                self._inputs[name] = block
+            elif name in watch.touched:
+                self._weights[name] = block
 
     @contextmanager
     def mode(self) -> Iterator[None]:
@@ -197,8 +191,8 @@ class FunctionCall:
     def _holder(self, number: int) -> Held | None:
         return self._held[number - self._num_args] if number >= self._num_args else None
 
-    def _shape_results(self, result: Any, keys: list[int]) -> None:
-        numbers = {key: block.parts[0][0] for key, block in zip(keys, self.blocks, strict=True)}
+    def _shape_results(self, result: Any, keys: Mapping[str, int]) -> None:
+        numbers = {keys[name]: block.first for name, block in self.blocks.items()}
         blocks.open_dataclasses(result)
         leaves, self._result_spec = pytree.tree_flatten_with_path(result)
         # A value that is no tensor stands for itself.
@@ -218,21 +212,20 @@ class FunctionCall:
                 self._results.append(NewResult(name, storage, size, blocks.part_of(leaf)))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        held = {i: self._holder(self.blocks[i].parts[0][0]) for i in self._weights}
-        return {self._names[i]: h.current.detach() for i, h in held.items() if h is not None}
+        held = {name: self._holder(block.first) for name, block in self._weights.items()}
+        return {name: h.current.detach() for name, h in held.items() if h is not None}
 
     @property
     def roots(self) -> tuple[object, ...]:
         return (self.fn, *(leaf for leaf in self._fixed if leaf is not TENSOR))
 
     def changing(self) -> dict[str, torch.Tensor]:
-        return {self._names[i]: self._first[i] for i in (*self._inputs, *self.changed)}
+        return {name: self._examples[name] for name in (*self._inputs, *self.changed)}
 
     def fresh(self, tensors: Tensors, seed: int, is_mild: bool) -> dict[str, torch.Tensor]:
         copies = {name: tensor.clone() for name, tensor in tensors.items()}
-        for index in (*self._inputs, *self.changed):
-            name = self._names[index]
-            for number, view in blocks.spread(self.blocks[index], copies[name]) if name in copies else ():
+        for name in copies.keys() & self.changing().keys():
+            for number, view in blocks.spread(self.blocks[name], copies[name]):
                 blocks.fill(view, fresh_tensor(view, seed * 1_000 + number, is_mild))
         drawn_from = [name for name in self.generators if name in copies]
         return copies | {name: rng.seeded_state(name, FRESH_SEED + seed) for name in drawn_from}
@@ -246,7 +239,8 @@ class FunctionCall:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         same = spec == self._spec and all(map(_alike, leaves, self._fixed))
         tensors = self._tensors(leaves) if same else []
-        if not same or any(map(is_lazy, tensors)) or blocks.blocks_of(tensors) != self.blocks:
+        is_laid_alike = blocks.blocks_of(tensors) == tuple(self.blocks.values())
+        if not same or any(map(is_lazy, tensors)) or not is_laid_alike:
             raise MismatchError(
                 "these arguments are laid out differently from those of the capture", "Capture again."
             )
@@ -254,7 +248,7 @@ class FunctionCall:
         if changed is not None:
             raise MismatchError(f"{changed.name} is not what it was at the capture", "Capture again.")
         inputs, state = (
-            {self._names[i]: blocks.handed(self.blocks[i], tensors) for i in kind}
+            {name: blocks.handed(block, tensors) for name, block in kind.items()}
             for kind in (self._inputs, self.changed)
         )
         return Arguments(tensors, inputs, state)
@@ -269,8 +263,8 @@ class FunctionCall:
     def call(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
         tensors = {**inputs, **state}
         numbered: dict[int, torch.Tensor] = {}
-        for i in (*self._inputs, *self.changed):
-            numbered |= blocks.spread(self.blocks[i], tensors[self._names[i]])
+        for name, block in (self._inputs | self.changed).items():
+            numbered |= blocks.spread(block, tensors[name])
         leaves = list(self._fixed)
         for number, place in enumerate(self._places):
             is_same = self.trains and number in self._leaves
@@ -312,10 +306,9 @@ class FunctionCall:
         for name in self.generators:
             rng.set_state(name, state[name])
         with torch.no_grad():
-            for index in self.changed:
-                block = self.blocks[index]
-                bytes_after = state[self._names[index]].reshape(-1).view(torch.uint8)
-                blocks.raw(arguments.tensors[block.parts[0][0]], block.start, block.stop).copy_(bytes_after)
+            for name, block in self.changed.items():
+                bytes_after = state[name].reshape(-1).view(torch.uint8)
+                blocks.raw(arguments.tensors[block.first], block.start, block.stop).copy_(bytes_after)
                 for number, _ in block.parts:
                     if not arguments.tensors[number].is_inference():
                         torch.autograd.graph.increment_version(arguments.tensors[number])

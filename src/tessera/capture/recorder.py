@@ -449,19 +449,20 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 class Watch(Recorder):
     """Notes which storages a call touches, and saves each before its first write."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], fixed: Collection[int]) -> None:
-        """`tensors`: one of each storage; `fixed`: numbers of those that no request decides."""
-        is_fake = any(isinstance(t, fake_tensor.FakeTensor) for t in tensors)
+    def __init__(self, tensors: Mapping[str, torch.Tensor], fixed: Collection[str]) -> None:
+        """`tensors`: one of each storage; `fixed`: those that no request decides."""
+        is_fake = any(isinstance(t, fake_tensor.FakeTensor) for t in tensors.values())
         super().__init__(torch.nn.Module(), "fake" if is_fake else "cpu")
         self._tensors = tensors
-        declared = self._ledger.declare(BufferKind.STATE, {str(i): t for i, t in enumerate(tensors)})
-        self._varying = set(declared) - set(fixed)
-        self.saved: dict[int, torch.Tensor] = {}
+        # By buffer.
+        self._names = dict(zip(self._ledger.declare(BufferKind.STATE, tensors), tensors, strict=True))
+        self._varying = {number for number, name in self._names.items() if name not in fixed}
+        self.saved: dict[str, torch.Tensor] = {}
 
     @property
-    def touched(self) -> set[int]:
+    def touched(self) -> set[str]:
         used = {a.buffer for launch in self._ledger.launches for a in launch.accesses}
-        return used & set(range(len(self._tensors)))
+        return {name for number, name in self._names.items() if number in used}
 
     @property
     def generators(self) -> list[str]:
@@ -477,9 +478,9 @@ class Watch(Recorder):
 
     def _save(self, accesses: Sequence[Access]) -> None:
         for access in accesses:
-            number = access.buffer
-            if (access.write or access.atomic) and number < len(self._tensors) and number not in self.saved:
-                self.saved[number] = _copy(self._tensors[number])
+            name = self._names.get(access.buffer)
+            if (access.write or access.atomic) and name is not None and name not in self.saved:
+                self.saved[name] = _copy(self._tensors[name])
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
