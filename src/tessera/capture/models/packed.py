@@ -238,8 +238,7 @@ def _refuse(what: str) -> NoReturn:
 def _linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     if weight.code.is_turned or weight.dim() != 2:
         _refuse("linear with an exchanged or stacked weight")
-    p = weight.parts
-    operands = p["codes"], p["scales"], p.get("zeros"), p.get("order"), bias
+    operands = weight.codes, weight.scales, weight.zeros, weight.order, bias
     out: torch.Tensor = torch.ops.tessera.packed_linear(x, *operands, weight.code.format, weight.code.block)
     return out
 
@@ -247,12 +246,11 @@ def _linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = N
 def _grouped(x: torch.Tensor, weight: PackedWeight, *, offs: torch.Tensor, **_: Any) -> torch.Tensor:
     if not weight.code.is_turned:
         _refuse("this grouped product")
-    p = weight.parts
     if weight.order is not None:
         rows = torch.arange(len(x), dtype=offs.dtype, device=x.device)
         expert = torch.searchsorted(offs, rows, right=True).clamp_max(len(weight) - 1)
         x = x.gather(1, weight.order[expert])
-    operands = p["codes"], p["scales"], p.get("zeros"), offs
+    operands = weight.codes, weight.scales, weight.zeros, offs
     out: torch.Tensor = torch.ops.tessera.packed_grouped(x, *operands, weight.code.format, weight.code.block)
     return out
 

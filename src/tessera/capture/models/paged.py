@@ -299,13 +299,14 @@ def _run(
         ExitStack() as stack,
     ):
         tables = [_table(model, kind, step, inputs, group) for group in range(num_groups(step))]
-        cache.begin(tables, inputs.get("fresh"))
+        cache.begin(tables)
         if "rows" in inputs:
             exchanged = exchanged_recurrence(model, cache, inputs["query_starts"], inputs["rows"])
             stack.enter_context(exchanged)
         if memory.attributes and kind in PACKED:
             raise ValueError("its layers keep a state of their own")
-        for _, tensor in generic.tensors_of((memory.attributes, cache.adopted())):
+        states = () if kind in PACKED else (memory.attributes, cache.states)
+        for _, tensor in generic.tensors_of(states):
             clear_rows(tensor, inputs["fresh"])
         logits = _logits(model, kind, inputs, cache, tables[0])
         attributes = left()

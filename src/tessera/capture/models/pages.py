@@ -9,7 +9,7 @@ rule (`PageMask`), which must be a window. For a model with its own attention, e
 gathered, newest last.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -120,29 +120,6 @@ class PagedLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         return 0 if by_row is None else by_row.shape[1]
 
 
-class Layers(list[Any]):
-    """Zeros a new sequence's state where a layer reads it next, so that both fuse."""
-
-    def __init__(self, layers: Iterable[Any]) -> None:
-        super().__init__(layers)
-        self.fresh: torch.Tensor | None = None
-        self._waiting: set[int] = set()
-
-    def begin(self, fresh: torch.Tensor | None) -> None:
-        self.fresh = fresh
-        self._waiting = set() if fresh is None else set(range(len(self)))
-
-    def __getitem__(self, key: Any) -> Any:
-        layer = super().__getitem__(key)
-        if key in self._waiting and isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin):
-            assert self.fresh is not None
-            self._waiting.remove(key)
-            for held in (*layer.conv_states.values(), *layer.recurrent_states.values()):
-                if held is not None:
-                    clear_rows(held, self.fresh)
-        return layer
-
-
 def clear_rows(held: torch.Tensor, fresh: torch.Tensor) -> None:
     if held.shape[:1] != fresh.shape:
         raise ValueError("its cache keeps more than a row for each sequence")
@@ -150,7 +127,7 @@ def clear_rows(held: torch.Tensor, fresh: torch.Tensor) -> None:
 
 
 class PagedCache(StaticCache):  # type: ignore[misc]
-    layers: Layers
+    layers: list[Any]
 
     def __init__(self, config: Any) -> None:
         try:
@@ -158,12 +135,12 @@ class PagedCache(StaticCache):  # type: ignore[misc]
         except KeyError as error:
             raise ValueError(f"its cache has layers of its own kind, {error.args[0]}") from error
         # Keys of an indexer are not kept: it selects all.
-        self.layers = Layers(
+        self.layers = [
             PagedLayer(is_sliding=False)
             if hasattr(x, "indexer_keys")
             else in_place_of(x, PagedLayer, is_sliding(x))
             for x in self.layers
-        )
+        ]
         for x in self.layers:
             if not isinstance(x, PagedLayer | cache_utils.LinearAttentionCacheLayerMixin):
                 raise ValueError(f"its cache has layers of its own kind, {type(x).__name__}")
@@ -178,8 +155,12 @@ class PagedCache(StaticCache):  # type: ignore[misc]
         self.__dict__ |= {name: vars(cache)[name] for name in self._adopted}
         self.__class__ = type(type(cache).__name__, (type(self), type(cache)), {})
 
-    def adopted(self) -> dict[str, Any]:
-        return {name: vars(self)[name] for name in self._adopted}
+    @property
+    def states(self) -> list[Any]:
+        """What is kept by row: states of recurrent layers, attributes of a model's own class of cache."""
+        recurrent = [x for x in self.layers if isinstance(x, cache_utils.LinearAttentionCacheLayerMixin)]
+        by_layer = [(layer.conv_states, layer.recurrent_states) for layer in recurrent]
+        return [*by_layer, *(vars(self)[name] for name in self._adopted)]
 
     @property
     def paged(self) -> list[PagedLayer]:
@@ -199,8 +180,7 @@ class PagedCache(StaticCache):  # type: ignore[misc]
     def get_query_offset(self, layer_idx: int) -> int:
         return super().get_seq_length(layer_idx)  # type: ignore[no-any-return]
 
-    def begin(self, tables: Sequence[PageTables], fresh: torch.Tensor | None = None) -> None:
-        self.layers.begin(fresh)
+    def begin(self, tables: Sequence[PageTables]) -> None:
         for layer in self.paged:
             layer.begin(tables[layer.group] if tables else None)
 

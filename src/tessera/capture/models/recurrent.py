@@ -23,8 +23,8 @@ from tessera.capture.models.pages import PagedCache, PageTables
 class PackedCache(PagedCache):
     """Recurrent layers read packed tokens, and report no earlier state."""
 
-    def begin(self, tables: Sequence[PageTables], fresh: torch.Tensor | None = None) -> None:
-        super().begin(tables, fresh)
+    def begin(self, tables: Sequence[PageTables]) -> None:
+        super().begin(tables)
         self.starts: Any = None
         self.rows: Any = None
         self._layer: Any = None
