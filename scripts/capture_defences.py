@@ -35,7 +35,7 @@ Run = Callable[[], object]
 
 # Defence -> what replaces it when it is off.
 DEFENCES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
-    "exchanged methods": ((reads, "_WAYS", ()),),
+    "exchanged methods": ((reads, "_READERS", ()),),
     "profiling hook": ((record, "calls_refused", nullcontext),),
     "Python state": ((holders.Before, "changed", lambda self: None),),
     "arrays over tensors": ((holders.PyState, "refuse_shared", lambda self, tensors: None),),

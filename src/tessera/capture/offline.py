@@ -38,7 +38,7 @@ def offline(card: SimpleNamespace = PROPERTIES) -> Iterator[FakeTensorMode]:
         for target, name, value in _replacements(card):
             stack.enter_context(unittest.mock.patch.object(target, name, value, create=True))
         stack.enter_context(_interface(card))
-        stack.enter_context(_asked_anew())
+        stack.enter_context(_without_caches())
         stack.enter_context(mode)
         yield mode
 
@@ -80,7 +80,7 @@ def _driver(target: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _asked_anew() -> Iterator[None]:
+def _without_caches() -> Iterator[None]:
     """Clears what torch caches about Triton, the GPU and compiled kernels, before and after. A kernel
     compiled here has no handle: a later compilation of the same source for a GPU must not find it.
     """

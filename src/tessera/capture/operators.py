@@ -168,37 +168,37 @@ def _folder(file: str | None) -> str:
 
 # Frames of torch, Python, and Tessera except capture's models are not the program's.
 _TORCH, _NUMPY, _PYTHON = (_folder(module.__file__) for module in (torch, np, os))
-_HERE = str(Path(__file__).parents[1]) + os.sep
+_TESSERA = str(Path(__file__).parents[1]) + os.sep
 _MODELS = f"{_folder(__file__)}models{os.sep}"
 
 
-class _Said(threading.local):
+class _LastRefusal(threading.local):
     """Last refusal of this thread, in case the program catches it."""
 
     error: CaptureError | None = None
 
 
-_said = _Said()
+_last = _LastRefusal()
 
 
 def fail(message: str, remedy: str, place: str | None = None) -> NoReturn:
-    _said.error = CaptureError(message, remedy, program_line() if place is None else place)
-    raise _said.error
+    _last.error = CaptureError(message, remedy, program_line() if place is None else place)
+    raise _last.error
 
 
 @contextmanager
 def insisting() -> Iterator[None]:
     """A refusal stands even if the program catches it."""
-    before, _said.error = _said.error, None
+    before, _last.error = _last.error, None
     try:
         yield
-        if _said.error is not None:
-            raise _said.error
+        if _last.error is not None:
+            raise _last.error
     except CaptureError:
         raise
     except Exception as error:
-        if _said.error is not None:
-            raise _said.error from error
+        if _last.error is not None:
+            raise _last.error from error
         if isinstance(error, NotImplementedError) and _HIGHER in str(error):
             name = str(error).partition(_HIGHER)[2].split()[0]
             lines = list(_program_lines(walk_tb(error.__traceback__)))
@@ -206,7 +206,7 @@ def insisting() -> Iterator[None]:
             raise CaptureError(f"{name} is an operator over functions", _BRANCHES, place) from error
         raise
     finally:
-        _said.error = before
+        _last.error = before
 
 
 def refuse_read(what: str) -> NoReturn:
@@ -239,7 +239,7 @@ def _program_lines(frames: Iterator[tuple[FrameType, int]]) -> Iterator[str]:
 def is_program(filename: str) -> bool:
     if filename.startswith(("<", _TORCH, _NUMPY)):
         return False
-    if filename.startswith(_HERE):
+    if filename.startswith(_TESSERA):
         return filename.startswith(_MODELS)
     return not is_python(filename)
 

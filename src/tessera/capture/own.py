@@ -176,7 +176,7 @@ def block_of(kernel: Kernel) -> Grid:
 See = Callable[[OwnLaunch], Callable[[], None] | None]
 
 
-_seeing: list[See | None] = []
+_observers: list[See | None] = []
 
 
 def tensors_in(arg: Any) -> list[torch.Tensor]:
@@ -185,7 +185,7 @@ def tensors_in(arg: Any) -> list[torch.Tensor]:
 
 
 def launch(seen: OwnLaunch, native: Callable[[], None] | None = None) -> None:
-    see = _seeing[-1] if _seeing else None
+    see = _observers[-1] if _observers else None
     tensors = seen.tensors
     if see is not None or not any(t.is_cuda for t in tensors):
         seen = _with_tables(seen)
@@ -236,17 +236,17 @@ def own_launches(see: See | None = None) -> Iterator[None]:
             stack.enter_context(triton_anywhere())
         if see is not None:
             stack.enter_context(_unknown_refused())
-        stack.enter_context(_shown_to(see))
+        stack.enter_context(_observed_by(see))
         yield
 
 
 @contextlib.contextmanager
-def _shown_to(see: See | None) -> Iterator[None]:
-    _seeing.append(see)
+def _observed_by(see: See | None) -> Iterator[None]:
+    _observers.append(see)
     try:
         yield
     finally:
-        _seeing.pop()
+        _observers.pop()
 
 
 @contextlib.contextmanager
@@ -280,12 +280,12 @@ def triton_anywhere() -> Iterator[None]:
         config = self.configs[0]
         return self.fn.run(*args, **kwargs, **config.all_kwargs())
 
-    is_there = torch.cuda.is_available()
+    has_gpu = torch.cuda.is_available()
     with (
-        contextlib.nullcontext() if is_there else compiling_for(TARGET),
+        contextlib.nullcontext() if has_gpu else compiling_for(TARGET),
         unittest.mock.patch.object(JITFunction, "run", run),
         unittest.mock.patch.object(Autotuner, "_bench", bench),
-        unittest.mock.patch.object(Autotuner, "run", tune if is_there else take_first),
+        unittest.mock.patch.object(Autotuner, "run", tune if has_gpu else take_first),
     ):
         yield
 
@@ -293,7 +293,7 @@ def triton_anywhere() -> Iterator[None]:
 @contextlib.contextmanager
 def inside_operator() -> Iterator[None]:
     """Launches and reads of an operator's code belong to it."""
-    with _shown_to(None), reads_allowed():
+    with _observed_by(None), reads_allowed():
         yield
 
 
@@ -311,17 +311,17 @@ def _unknown_refused() -> Iterator[None]:
 
 
 # (original, replacement).
-_standing: list[tuple[torch.Tensor, torch.Tensor]] = []
+_moved: list[tuple[torch.Tensor, torch.Tensor]] = []
 
 
 @contextlib.contextmanager
 def standing_for(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
     """An address in the first of a pair means the same place in the second."""
-    _standing.extend(pairs)
+    _moved.extend(pairs)
     try:
         yield
     finally:
-        del _standing[len(_standing) - len(pairs) :]
+        del _moved[len(_moved) - len(pairs) :]
 
 
 def read_table(table: torch.Tensor) -> tuple[torch.Tensor | int, ...] | str:
@@ -344,7 +344,7 @@ def read_table(table: torch.Tensor) -> tuple[torch.Tensor | int, ...] | str:
 def _entry(address: int, memory: Sequence[tuple[int, int, torch.Tensor]]) -> torch.Tensor | int | None:
     if abs(address) < FAR:
         return address
-    for old, new in _standing:
+    for old, new in _moved:
         start, extent = address - old.data_ptr(), part_of(old)
         if 0 <= start < extent.stop - extent.start:
             return raw(new, part_of(new).start + start, new.untyped_storage().nbytes())
@@ -466,7 +466,7 @@ def _compiled(source: str, arch: int) -> str:
         command = [nvcc, "-ptx", f"-arch=compute_{arch}", "-o", str(ptx_file), str(source_file)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode:
-            raise _uncompiled(result.stderr or result.stdout)
+            raise _compile_error(result.stderr or result.stdout)
         return ptx_file.read_text(encoding="utf-8")
 
 
@@ -479,7 +479,7 @@ def _by_nvrtc(source: str, arch: int) -> str:
     text = _text_of(compiler, program, "ProgramLog" if failed else "PTX")
     compiler.nvrtcDestroyProgram(ctypes.byref(program))
     if failed:
-        raise _uncompiled(text)
+        raise _compile_error(text)
     return text
 
 
@@ -491,6 +491,6 @@ def _text_of(compiler: Any, program: ctypes.c_void_p, what: str) -> str:
     return text.value.decode()
 
 
-def _uncompiled(said: str) -> CaptureError:
-    first = next((line for line in said.splitlines() if "error" in line), said.strip()[:200])
+def _compile_error(log: str) -> CaptureError:
+    first = next((line for line in log.splitlines() if "error" in line), log.strip()[:200])
     return CaptureError(f"the kernel could not be compiled: {first.strip()}", "Fix the source.")

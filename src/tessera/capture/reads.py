@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
@@ -95,99 +95,100 @@ Varies = Callable[[Any], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _Reader:
     owner: Any
     name: str
-    does: str = VALUE
-    first: int = 0
+    effect: str = VALUE
+    first_tensor: int = 0
 
     @property
-    def said(self) -> str:
+    def label(self) -> str:
         return {"__bool__": "bool()", "__float__": "float()", "__int__": "int()", "__repr__": "printing",
                 "__format__": "printing", "__index__": "index()", "__array__": "np.asarray()",
                 "__reduce_ex__": "pickling or copying", "__deepcopy__": "copy.deepcopy()"}.get(
                     self.name, f"{self.name}()")  # fmt: skip
 
     def refuse(self) -> NoReturn:
-        if self.does == VALUE:
-            refuse_read(self.said)
-        fail(f"{self.said} {self.does}", _WITHIN)
+        if self.effect == VALUE:
+            refuse_read(self.label)
+        fail(f"{self.label} {self.effect}", _WITHIN)
 
 
-_WAYS = (
-    *(_Way(torch.Tensor, name) for name in _VALUES),
-    *(_Way(torch.Tensor, name, ADDRESS) for name in _ADDRESSES),
-    *(_Way(torch.UntypedStorage, name, ADDRESS) for name in _STORAGE),
-    *(_Way(owner, "to_dlpack", ADDRESS) for owner in (torch, dlpack)),
-    *(_Way(owner, "tensor_split", first=1) for owner in (torch, torch.Tensor)),
-    _Way(torch, "ctc_loss", first=2),
+_READERS = (
+    *(_Reader(torch.Tensor, name) for name in _VALUES),
+    *(_Reader(torch.Tensor, name, ADDRESS) for name in _ADDRESSES),
+    *(_Reader(torch.UntypedStorage, name, ADDRESS) for name in _STORAGE),
+    *(_Reader(owner, "to_dlpack", ADDRESS) for owner in (torch, dlpack)),
+    *(_Reader(owner, "tensor_split", first_tensor=1) for owner in (torch, torch.Tensor)),
+    _Reader(torch, "ctc_loss", first_tensor=2),
 )
 
-_METHODS = {way.name: way for way in _WAYS if not way.first and isinstance(way.owner, type)}
+_READER_METHODS = {r.name: r for r in _READERS if not r.first_tensor and isinstance(r.owner, type)}
 
 
-class _Seeing(threading.local):
+class _Thread(threading.local):
     varies: Varies | None = None
 
 
-_seeing = _Seeing()
+_thread = _Thread()
 # Made once: the hook sees every call of a step.
 _HOLDERS, _OF_FUNCTIONS = (torch.Tensor, torch.UntypedStorage), (type(sys), type, type(None))
 _lock = threading.Lock()
-_undo: list[Callable[[], None]] = []
-_users: list[Varies] = []
+_patches = ExitStack()
+_active: list[Varies] = []
 
 
 @contextmanager
 def reads_refused(varies: Varies) -> Iterator[None]:
     with _lock:
-        _users.append(varies)
-        if len(_users) == 1:
-            _undo[:] = [_exchange(way) for way in _WAYS if hasattr(way.owner, way.name)]
+        _active.append(varies)
+        if len(_active) == 1:
+            for reader in _READERS:
+                if hasattr(reader.owner, reader.name):
+                    _patches.enter_context(_checked(reader))
     try:
-        with _asking(varies):
+        with _varying_by(varies):
             yield
     finally:
         with _lock:
-            _users.remove(varies)
-            if not _users:
-                for undo in _undo:
-                    undo()
+            _active.remove(varies)
+            if not _active:
+                _patches.close()
 
 
 def reads_allowed() -> AbstractContextManager[None]:
     """Allows host reads by code that is part of one launch."""
-    return _asking(None)
+    return _varying_by(None)
 
 
 @contextmanager
-def _asking(varies: Varies | None) -> Iterator[None]:
-    before, _seeing.varies = _seeing.varies, varies
+def _varying_by(varies: Varies | None) -> Iterator[None]:
+    before, _thread.varies = _thread.varies, varies
     try:
         yield
     finally:
-        _seeing.varies = before
+        _thread.varies = before
 
 
-def _exchange(way: _Way) -> Callable[[], None]:
-    held = getattr(way.owner, way.name)
-    original: Any = held.fget if isinstance(held, property) else held
+def _checked(reader: _Reader) -> AbstractContextManager[Any]:
+    """Replaces a function or method of torch by one that refuses to read what varies."""
+    attribute = getattr(reader.owner, reader.name)
+    original: Any = attribute.fget if isinstance(attribute, property) else attribute
 
-    def ask(*args: Any, **kwargs: Any) -> Any:
-        varies = _seeing.varies
-        if varies is not None and any(map(varies, (*args[way.first :], *kwargs.values()))):
-            way.refuse()
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        varies = _thread.varies
+        if varies is not None and any(map(varies, (*args[reader.first_tensor :], *kwargs.values()))):
+            reader.refuse()
         return original(*args, **kwargs)
 
-    exchanged = patch.object(way.owner, way.name, property(ask) if isinstance(held, property) else ask)
-    exchanged.start()
-    return exchanged.stop
+    replacement = property(checked) if isinstance(attribute, property) else checked
+    return patch.object(reader.owner, reader.name, replacement)
 
 
 @contextmanager
 def calls_refused() -> Iterator[None]:
     before: Any = sys.getprofile()
-    sys.setprofile(_see_call)
+    sys.setprofile(_check_call)
     try:
         yield
     finally:
@@ -198,20 +199,20 @@ def calls_refused() -> Iterator[None]:
             sys.setprofile(before)
 
 
-def _see_call(frame: FrameType, event: str, called: Any) -> None:
-    if event != "c_call" or _seeing.varies is None:
+def _check_call(frame: FrameType, event: str, called: Any) -> None:
+    if event != "c_call" or _thread.varies is None:
         return
     filename, holder = frame.f_code.co_filename, getattr(called, "__self__", None)
     if isinstance(holder, _HOLDERS):
-        way = _METHODS.get(called.__name__)
-        if way is not None and is_program(filename) and _seeing.varies(holder):
-            way.refuse()
+        reader = _READER_METHODS.get(called.__name__)
+        if reader is not None and is_program(filename) and _thread.varies(holder):
+            reader.refuse()
         return
     is_seen = is_program(filename) or (called is os.urandom and is_python(filename))
     if not is_seen or type(holder) not in _OF_FUNCTIONS:
         return
     if called is _TO_DLPACK:
-        _Way(torch, "to_dlpack", ADDRESS).refuse()
+        _Reader(torch, "to_dlpack", ADDRESS).refuse()
     if called in _CLOCKS:
         message = f"{called.__qualname__}() returns a different value in every call"
         fail(message, "Call it outside of the step and pass the value as a tensor.")

@@ -332,7 +332,7 @@ def _bounded(folder: Path, what: str) -> Iterator[None]:
 @contextmanager
 def blamed(folder: Path | str, what: str = "a model cannot be built from it") -> Iterator[None]:
     try:
-        with _alone():
+        with _quiet_and_offline():
             yield
     except TesseraError as error:
         if type(error) is CaptureError and not error.place:
@@ -352,7 +352,7 @@ def blamed_for_run(model: str) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def _quiet_and_offline() -> Iterator[None]:
     try:
         from huggingface_hub import constants
         from transformers.utils import logging as bars

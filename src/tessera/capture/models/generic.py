@@ -128,7 +128,7 @@ def attributes_kept(
 
 
 @contextmanager
-def apart(model: torch.nn.Module) -> Iterator[None]:
+def isolated(model: torch.nn.Module) -> Iterator[None]:
     with torch.no_grad(), forked(), traced(), attributes_kept(model):
         yield
 
@@ -192,7 +192,7 @@ def learn_memory(
     first: Tensors,
     following: Tensors,
 ) -> tuple[Any, ModelMemory, ModelMemory]:
-    with apart(model), NoReads():
+    with isolated(model), NoReads():
         _, left = call(empty, first)
         copied = exchanged(left, {name: tensor.clone() for name, tensor in tensors_of(left)})
         result, after = call(copied, following)
@@ -223,7 +223,7 @@ class CachedSteps:
 
     def _encode(self) -> torch.Tensor:
         inputs = placed(self._model, lambda: self._examples(0, self._model.main_input_name))
-        with apart(self._model):
+        with isolated(self._model):
             encoded: torch.Tensor = self._model.get_encoder()(**inputs)[0]
         return encoded
 
@@ -232,7 +232,7 @@ class CachedSteps:
         if self._picture is None:
             return 0
         pixels = placed(self._model, lambda: self._examples(0, PIXELS))
-        with checkpoint.blamed(self._step.model, "its pictures are more than pixels"), apart(self._model):
+        with checkpoint.blamed(self._step.model, "its pictures are more than pixels"), isolated(self._model):
             features = self._model.get_image_features(**pixels)
         embeddings = flatten(getattr(features, "pooler_output", features)).values()
         size = self._config.hidden_size * self._step.batch
@@ -361,7 +361,7 @@ class CachedSteps:
         return inputs
 
     def _inputs(self, seed: int) -> dict[str, torch.Tensor]:
-        inputs = self._own_inputs(seed)
+        inputs = self._random_inputs(seed)
         if self._step.inputs:
             for name, tensor in examples.given_inputs(self._step.inputs, seed).items():
                 place = "tokens" if name == self._tokens else name
@@ -372,7 +372,7 @@ class CachedSteps:
                 inputs[place] = tensor.to(inputs[place].dtype)
         return inputs
 
-    def _own_inputs(self, seed: int) -> dict[str, torch.Tensor]:
+    def _random_inputs(self, seed: int) -> dict[str, torch.Tensor]:
         random = torch.Generator().manual_seed(seed)
         batch, context = self._step.batch, self._step.context
         lengths = torch.randint((context + 1) // 2, context + 1, (batch, 1), generator=random)
@@ -461,7 +461,7 @@ def call_on_fakes(model: Any) -> None:
         fakes: dict[str, torch.Tensor] = {
             n: t if isinstance(t, FakeTensor) else mode.from_tensor(t) for n, t in held.items()
         }
-        with apart(model), model.device, NoReads():
+        with isolated(model), model.device, NoReads():
             words = torch.zeros((2, 3), dtype=torch.long)
             torch.func.functional_call(model, fakes, (), {"input_ids": words, "use_cache": False})
 

@@ -217,7 +217,7 @@ def _selects(model: Any) -> bool:
 def _own_cache(model: Any) -> Any:
     """The model's cache after a token of each sequence; None if it is of transformers' classes."""
     tokens = torch.ones((NUM_TRIED, 1), dtype=torch.long, device=model.device)
-    with generic.apart(model):
+    with generic.isolated(model):
         cache = getattr(model(input_ids=tokens, use_cache=True), _cache_name(model), None)
     return cache if hasattr(cache, "__dict__") and "cache_utils" not in type(cache).__module__ else None
 
@@ -238,7 +238,8 @@ def _check_logits(model: Any, layout: StepLayout) -> None:
     prompts = generic.placed(model, lambda: {"tokens": make_tokens(model.config, (NUM_TRIED, 3), random)})
     plain_choices = generic.placed(model, partial(greedy_choices, model, step))
     make = partial(_make_inputs, model, step, layout.kind, seed=0, has_rows=bool(layout.rows))
-    with generic.apart(model), _Widened(), torch.backends.cudnn.flags(enabled=False):  # cuDNN rounds to TF32
+    without_tf32 = torch.backends.cudnn.flags(enabled=False)
+    with generic.isolated(model), _Widened(), without_tf32:
         for first, last in parts:
             inputs = generic.placed(model, partial(make, [(last, last - first)] * NUM_TRIED))
             read = prompts["tokens"][:, first:last].flatten()

@@ -80,7 +80,7 @@ class PictureSteps(CachedSteps):
         inputs = super()._tokens_at(start, width, random)
         return {**inputs, "rotary": inputs["positions"].repeat(3, 1, 1)}
 
-    def _own_inputs(self, seed: int) -> dict[str, torch.Tensor]:
+    def _random_inputs(self, seed: int) -> dict[str, torch.Tensor]:
         step = self._step
         num = step.context // 2 if step.kind == "prefill" else 0
         random = torch.Generator().manual_seed(seed)
