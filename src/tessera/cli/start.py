@@ -22,7 +22,7 @@ from tessera.serve.planning import Prepared, default_folder, prepare
 from tessera.serve.records import COST_ERROR
 from tessera.serve.service import Service, say
 from tessera.serve.single_device import is_single_device
-from tessera.serve.text import open_text
+from tessera.serve.text import MARK, open_text
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -117,7 +117,6 @@ def _planned(
     prepared = prepare(model, cluster, spec, plan=plan, kept=kept, advance=advance)
     advance("starting workers")
     shape = prepared.model.shape
-    sight, eyes = prepared.model.senses() or (None, None)
     stepper = stack.enter_context(prepared.workers(config.transport, hub))
     planner = None
     if prepared.planner is not None:
@@ -132,17 +131,18 @@ def _planned(
         max_waiting=config.max_waiting,
         prefix_caching=config.prefix_caching,
         meters=metrics,
-        sight=sight,
+        picture_inputs=prepared.model.picture_inputs,
         planner=planner,
         log=log_line if config.log_json else say,
     )
     adapters = tuple(adapter for adapter, _ in spec.adapters)
-    mark = eyes.mark if eyes else ""
+    picture_reader = prepared.model.picture_reader
+    mark = MARK if picture_reader else ""
     card = ModelCard(
         name, text, shape.max_tokens, shape.vocab_size, mark, adapters=adapters, defaults=defaults
     )
     grammars = open_grammars(text, shape.vocab_size)
-    endpoint = Endpoint(card, service, int(time.time()), lambda: service.policies, eyes, grammars)
+    endpoint = Endpoint(card, service, int(time.time()), lambda: service.policies, picture_reader, grammars)
     stack.enter_context(service)
     facts = {
         "model": name,

@@ -21,11 +21,11 @@ from tessera.execute.stepper import DeviceBack, DeviceLost, StepDone, Stepper
 from tessera.ir import DeviceKind, ServicePlan
 from tessera.serve.answer import ActiveRequest, WakeUps
 from tessera.serve.meters import LOOK_S, Meters
+from tessera.serve.pictures import PictureInputs
 from tessera.serve.records import Finish, Reason, Shape, Token
 from tessera.serve.router import Router
 from tessera.serve.sampling import noted, read_tokens
 from tessera.serve.sequences import BatchConfig, SequenceBatch
-from tessera.serve.sight import Sight
 from tessera.serve.step_inputs import OutputRows
 
 STOPPED = "the service was stopped before this answer was complete. Ask again when it is back."
@@ -50,7 +50,7 @@ class Engine(Watcher[ActiveRequest]):
         shape: Shape,
         max_waiting: int = MAX_WAITING,
         meters: Meters | None = None,
-        sight: Sight | None = None,
+        picture_inputs: PictureInputs | None = None,
         prefix_caching: bool = True,
         is_filled: bool = True,
     ) -> None:
@@ -60,7 +60,7 @@ class Engine(Watcher[ActiveRequest]):
         def on_masks() -> None:
             self.post(self.scheduler.awake_waiting)
 
-        batches = BatchConfig(self.settle, self.meters, sight, prefix_caching, is_filled, on_masks)
+        batches = BatchConfig(self.settle, self.meters, picture_inputs, prefix_caching, is_filled, on_masks)
         depth = getattr(stepper, "microbatches", None)
         config = SchedulerConfig(max_waiting, depth, max_retries=MAX_RETRIES)
         self.scheduler = Router(stepper, policies, shape, batches, config, self)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 import torch
@@ -48,7 +48,6 @@ from tessera.serve.records import ServeSpec, Shape, step_name
 if TYPE_CHECKING:
     from tessera.serve.gpu import GpuBackend
     from tessera.serve.policies import ServicePlanner
-    from tessera.serve.sight import Eyes, Sight
     from tessera.serve.steps import ServedModel
 
 Listener = Callable[[str], None]
@@ -75,19 +74,19 @@ class KeptModel:
 
     shape: Shape
     tensors: Mapping[str, torch.Tensor]
+    # A model that reads pictures is not kept.
+    picture_inputs: ClassVar[None] = None
+    picture_reader: ClassVar[None] = None
 
     @classmethod
     def of(cls, model: "ServedModel | KeptModel") -> "KeptModel | None":
         weights = model.weights()
-        if sum(tensor.nbytes for tensor in weights.values()) > MAX_WEIGHT_BYTES or model.senses():
+        if sum(tensor.nbytes for tensor in weights.values()) > MAX_WEIGHT_BYTES or model.picture_reader:
             return None
         return cls(model.shape, weights)
 
     def weights(self) -> dict[str, torch.Tensor]:
         return dict(self.tensors)
-
-    def senses(self) -> "tuple[Sight, Eyes] | None":
-        return None
 
 
 @dataclass(frozen=True)
@@ -217,14 +216,14 @@ class HostBackend(CpuBackend):
     def build(self, model: str) -> "ServedModel":
         from tessera.capture.workload import on_device
         from tessera.serve.gpu import made_on
-        from tessera.serve.steps import for_host, refuse_sight, served
+        from tessera.serve.steps import for_host, refuse_pictures, served
 
         card = next(d for d in self.cluster.devices if d.kind is ir.DeviceKind.CUDA)
         (pool_bytes,) = self.memory_bytes
         with made_on(f"cuda:{card.ordinal}", model, self.spec.seed):
             sizes = self._sized(HOST_BATCH_TOKENS)
             plain = for_host(served(model, sizes, min_size=1, pool_bytes=pool_bytes))
-        refuse_sight(plain)
+        refuse_pictures(plain)
         return replace(plain, workloads=tuple(on_device(w, "cpu") for w in plain.workloads))
 
 
@@ -255,9 +254,9 @@ class AwayBackend(CpuBackend):
             )
 
     def capture(self, model: "ServedModel", advance: Listener) -> list[ir.Trace]:
-        from tessera.serve.steps import refuse_sight
+        from tessera.serve.steps import refuse_pictures
 
-        refuse_sight(model)
+        refuse_pictures(model)
         return record_sizes([workload.step for workload in model.workloads])
 
 
@@ -380,9 +379,9 @@ def _captured(
     capture_s = time.perf_counter() - begun_s
     unit = flow.make_unit(traces, tuple(counts))
     advance("pricing its launches")
-    costs, spec, sees = backend.price(unit, model, advance), backend.spec, model.encode is not None
+    costs, spec = backend.price(unit, model, advance), backend.spec
     problem = (model.model, model.shape, unit, costs, backend.cluster, load)
-    return ServicePlanner(*problem, spec.effort, sees, spec.policies), capture_s
+    return ServicePlanner(*problem, spec.effort, spec.policies), capture_s
 
 
 def _follow(
@@ -487,9 +486,8 @@ def planner_of(
     if shape.of_group(group) != replace(shape, microbatches=group.microbatches):
         total = sum(group.microbatches for group in policies[0].groups)
         shape = replace(shape.of_group(group), microbatches=total)
-    sees = any(graph.trace.step.kind == "encode" for graph in plan.graphs)
     problem = (policies[0].model, shape, plan.unit, plan.costs, plan.cluster, policies[0].load)
-    return ServicePlanner(*problem, spec.effort, sees, spec.policies)
+    return ServicePlanner(*problem, spec.effort, spec.policies)
 
 
 def keep(key: str, prepared: Prepared, folder: Path) -> None:

@@ -55,7 +55,6 @@ class ServicePlanner:
     cluster: ir.Cluster
     load: ir.Load
     effort: str = "full"
-    sees: bool = False
     # Empty: the policies of a plan from a file stay.
     names: tuple[str, ...] = (AUTO,)
 
@@ -122,10 +121,11 @@ class ServicePlanner:
             us = [self.costs[step].total_us(device) for device in range(len(self.cluster.devices))]
             return fluid.StepPrice(np.array([us]), 0)
 
+        has_pictures = any(graph.trace.step.kind == "encode" for graph in self.unit.graphs)
         config = fluid.FluidConfig(num_rehearsed=MAX_REHEARSED, num_drafts=MAX_DRAFTS)
         return fluid.CapturedModel(
-            self.load, self.cluster, price, fluid.ModelBytes(0, 0.0), config, not self.sees, is_strict=False,
-            microbatches=shape.microbatches, sequences=shape.rows, sizes=shape.sizes,
+            self.load, self.cluster, price, fluid.ModelBytes(0, 0.0), config, not has_pictures,
+            is_strict=False, microbatches=shape.microbatches, sequences=shape.rows, sizes=shape.sizes,
         )  # fmt: skip
 
     def _group(self, policy: str, draft: fluid.GroupDraft) -> ir.Group:

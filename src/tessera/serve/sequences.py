@@ -31,8 +31,8 @@ from tessera.kernels.choice import max_edits
 from tessera.serve.answer import ActiveRequest
 from tessera.serve.grammar import PATIENCE_S, Guide, prepare_masks
 from tessera.serve.pages import PagePool, Tables, listed, num_extended
+from tessera.serve.pictures import PictureInputs, SequencePictures
 from tessera.serve.records import Counts, Shape
-from tessera.serve.sight import SeenPictures, Sight
 from tessera.serve.step_inputs import (
     OutputRows,
     Part,
@@ -58,7 +58,7 @@ class BatchConfig:
 
     settle: Settle
     counts: Counts
-    sight: Sight | None = None
+    picture_inputs: PictureInputs | None = None
     is_caching: bool = True
     # True if something reads step inputs.
     is_filled: bool = True
@@ -79,7 +79,8 @@ class SequenceBatch:
     ) -> None:
         """`can_give`: masks may follow an ordered step."""
         self.number, self._shape, self._steps, self._config = number, shape, steps, config
-        self._counts, self._sight, self._evict, self._can_give = config.counts, config.sight, evict, can_give
+        self._counts, self._evict, self._can_give = config.counts, evict, can_give
+        self._picture_inputs = config.picture_inputs
         # True if a sequence may read a token again.
         self._can_repeat = shape.is_flat and not shape.has_rows
         self._step_s = 0.0
@@ -87,7 +88,7 @@ class SequenceBatch:
         self._is_caching = config.is_caching and shape.is_paged
         self._is_shared = pool is not None
         self.pool = pool or PagePool(shape.pool_tokens // PAGE, self._is_caching, shape.windows)
-        self._inputs = StepInputs(shape, config.sight) if config.is_filled else None
+        self._inputs = StepInputs(shape, config.picture_inputs) if config.is_filled else None
         self._num_edits, self._max_edits = 0, max_edits(shape.rows, shape.vocab_size)
         self._part_sizes = shape.part_sizes
         # With pages, and waiting; in arrival order.
@@ -106,7 +107,7 @@ class SequenceBatch:
         self._num_reading = 0
         # Running steps, oldest first; the sequence whose picture is encoded; whether tokens were read since.
         self._started: deque[StartedStep] = deque()
-        self._looking: SeatedSequence | None = None
+        self._encoding: SeatedSequence | None = None
         self._has_read = False
 
     @property
@@ -153,9 +154,9 @@ class SequenceBatch:
         self._wait(sequence)
 
     def _seated(self, request: ActiveRequest, row: int | None = None) -> SeatedSequence:
-        seen = None if self._sight is None else SeenPictures(request.ask.pictures)
+        pictures = None if self._picture_inputs is None else SequencePictures(request.ask.pictures)
         row = heappop(self._unused_rows) if row is None else row
-        sequence = SeatedSequence(request, self._num_turns, row, seen, self._can_give)
+        sequence = SeatedSequence(request, self._num_turns, row, pictures, self._can_give)
         self._num_turns += 1
         self.by_request[request] = sequence
         if request.pick.guide is not None:
@@ -253,7 +254,7 @@ class SequenceBatch:
         return len(self._started) == 1 and self._started[0].can_follow
 
     def next_step(self) -> StepCall | None:
-        if (call := self._look()) is not None:
+        if (call := self._encode_next()) is not None:
             return call
         if any(self._shape.windows):
             for sequence in self._begun:
@@ -265,11 +266,11 @@ class SequenceBatch:
             prepare_masks(waiting, self._config.on_masks, PATIENCE_S if self._shape.is_flat else None)
         planned = self._plan()
         if not planned:  # empty, or all wait for a picture or a running step
-            return self._look()
+            return self._encode_next()
         size, skips = self._size_of(planned), skipped_outputs(planned)
         rows = output_rows(self._shape, planned, size)
         num_waiting = sum(s.request.can_wait and s.waits for s, _, _ in planned)
-        can_follow = self._sight is None and (LEAST_AHEAD + 1) * num_waiting <= len(planned)
+        can_follow = self._picture_inputs is None and (LEAST_AHEAD + 1) * num_waiting <= len(planned)
         guided = [n for n, part in enumerate(planned) if part.guide is not None] if self._guides else []
         is_open = any(planned[number].sequence.num_due for number in guided)
         inputs: Tensors = {}
@@ -305,10 +306,10 @@ class SequenceBatch:
         return self._inputs.choices.masks(guides) if self._inputs is not None else {}
 
     def end(self, done: StepDone) -> Sequence[ActiveRequest]:
-        if self._looking is not None:
-            assert self._looking.seen is not None, "only who sees looks"
-            self._looking.seen.take(done.outputs["image"])
-            self._looking = None
+        if self._encoding is not None:
+            assert self._encoding.pictures is not None, "a picture was encoded for it"
+            self._encoding.pictures.take(done.outputs["image"])
+            self._encoding = None
             return self._config.settle(self, done, ())
         ended, seated = self._started.popleft(), self.by_request
         rows = []
@@ -356,18 +357,18 @@ class SequenceBatch:
     def kind_of(self, step: int) -> str:
         return self._steps.names[step]
 
-    def _look(self) -> StepCall | None:
+    def _encode_next(self) -> StepCall | None:
         """Encode the next picture before its tokens are read; decoding runs between two."""
         has_read, self._has_read = self._has_read, False
-        if self._sight is None or (not has_read and any(s.left == 1 for s in self._begun)):
+        if self._picture_inputs is None or (not has_read and any(s.left == 1 for s in self._begun)):
             return None
         for sequence in self._begun:
-            assert sequence.seen is not None, "a model that sees does so in every sequence"
-            patches = sequence.seen.patches_after(sequence.read)
+            assert sequence.pictures is not None, "every sequence of such a model has them"
+            patches = sequence.pictures.patches_after(sequence.read)
             if patches is not None:
-                assert self._steps.encode is not None, "a model that sees has the step"
-                self._looking = sequence
-                inputs = {**self._sight.fixed, "patches": patches}
+                assert self._steps.encode is not None, "such a model has the step"
+                self._encoding = sequence
+                inputs = {**self._picture_inputs.fixed, "patches": patches}
                 return self._steps.call(self.number, self._steps.encode, inputs)
         return None
 
@@ -434,11 +435,11 @@ class SequenceBatch:
             if self._num_edits and self._num_edits + num_edits > self._max_edits:
                 return 0  # it waits for a step with fewer edits
             self._num_edits += num_edits
-        if count == 1 and self._shape.is_flat and sequence.seen is None:
+        if count == 1 and self._shape.is_flat and sequence.pictures is None:
             return 1
         if count > 1 and (not self._part_sizes or sequence.request.wants_prompt):
             count = 1
-        return count if sequence.seen is None else sequence.seen.bounded(sequence.read, count)
+        return count if sequence.pictures is None else sequence.pictures.bounded(sequence.read, count)
 
     def _size_of(self, planned: list[Part]) -> int:
         num, sizes = sum(part.num_tokens for part in planned), self._shape.sizes

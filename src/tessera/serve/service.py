@@ -20,9 +20,9 @@ from tessera.ir import ServicePlan
 from tessera.serve.answer import ActiveRequest, Answer
 from tessera.serve.engine import MAX_WAITING, Engine
 from tessera.serve.meters import Meters
+from tessera.serve.pictures import PictureInputs
 from tessera.serve.records import Ask, Counts, DeviceView, Shape, Snapshot
 from tessera.serve.rehearse import rated
-from tessera.serve.sight import Sight
 from tessera.serve.text import Text
 
 AUTO = "auto"
@@ -63,7 +63,7 @@ class Service:
         max_waiting: int = MAX_WAITING,
         prefix_caching: bool = True,
         meters: Meters | None = None,
-        sight: Sight | None = None,
+        picture_inputs: PictureInputs | None = None,
         planner: Planner[ServicePlan] | None = None,
         log: Callable[[str], None] = say,
     ) -> None:
@@ -73,7 +73,7 @@ class Service:
         )
         names = tuple(policy.policy for policy in policies)
         check_known("policy", policy, (AUTO, *names))
-        self._engine = Engine(stepper, policies, shape, max_waiting, meters, sight, prefix_caching)
+        self._engine = Engine(stepper, policies, shape, max_waiting, meters, picture_inputs, prefix_caching)
         monitor = None
         if policy != AUTO:
             self.switch(policy)

@@ -17,9 +17,9 @@ from tessera.kernels import PAGE, of_group
 from tessera.serve.answer import ActiveRequest
 from tessera.serve.grammar import Guide
 from tessera.serve.pages import Tables, first_seen
+from tessera.serve.pictures import PictureInputs, SequencePictures
 from tessera.serve.records import Shape, step_name
 from tessera.serve.sampling import Choice, ChoiceInputs
-from tessera.serve.sight import SeenPictures, Sight
 
 OutputRows = Sequence[tuple[int, ActiveRequest]]
 
@@ -79,9 +79,9 @@ class PageTable:
 
 class SeatedSequence:
     def __init__(
-        self, request: ActiveRequest, turn: int, row: int, seen: SeenPictures | None, can_give: bool
+        self, request: ActiveRequest, turn: int, row: int, pictures: SequencePictures | None, can_give: bool
     ) -> None:
-        self.request, self.turn, self.row, self.seen = request, turn, row, seen
+        self.request, self.turn, self.row, self.pictures = request, turn, row, pictures
         self._can_give = can_give
         self.tokens = request.sequence
         # Number of tokens after which it leaves, if it answers elsewhere.
@@ -156,8 +156,8 @@ class SeatedSequence:
 
 
 class StepInputs:
-    def __init__(self, shape: Shape, sight: Sight | None) -> None:
-        self._shape, self._sight = shape, sight
+    def __init__(self, shape: Shape, picture_inputs: PictureInputs | None) -> None:
+        self._shape, self._picture_inputs = shape, picture_inputs
         groups = range(len(shape.windows))
         by_token = ("tokens", "positions", "adapters", *(of_group("slots", group) for group in groups))
         by_row = ("lengths", *(of_group("page_starts", group) for group in groups))
@@ -229,10 +229,10 @@ class StepInputs:
             "pages": torch.from_numpy(self._pages[:num_entries]),
             **self.choices.fill(self._shape.num_sequences(size), _choices(planned, output_rows)),
         }
-        if self._sight is None:
+        if self._picture_inputs is None:
             return inputs
-        seen = [(s.seen, s.read, count) for s, count, _ in planned if s.seen is not None]
-        return {**inputs, **self._sight.inputs(seen, size)}
+        pictures = [(s.pictures, s.read, count) for s, count, _ in planned if s.pictures is not None]
+        return {**inputs, **self._picture_inputs.inputs(pictures, size)}
 
 
 class Part(NamedTuple):

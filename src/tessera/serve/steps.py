@@ -25,8 +25,8 @@ from tessera.errors import CaptureError, TesseraError, UnknownName
 from tessera.ir import Group, Step, units
 from tessera.kernels import PAGE, max_pages
 from tessera.serve.pages import modest_bytes, pages_for
+from tessera.serve.pictures import PictureInputs, PictureReader
 from tessera.serve.records import ServeSpec, Shape
-from tessera.serve.sight import Eyes, Sight, sight_of
 
 # On a CPU.
 MAX_BATCH_TOKENS = 128
@@ -57,12 +57,12 @@ class ServedModel:
         return self.workloads[-1].weights()
 
     @property
-    def sight(self) -> Sight | None:
-        return None if self.encode is None else sight_of(self.encode, self.workloads[-1])
+    def picture_inputs(self) -> PictureInputs | None:
+        return None if self.encode is None else PictureInputs.of(self.encode, self.workloads[-1])
 
-    def senses(self) -> tuple[Sight, Eyes] | None:
-        encode, sight = self.encode, self.sight
-        return None if encode is None or sight is None else (sight, Eyes.of(encode))
+    @property
+    def picture_reader(self) -> PictureReader | None:
+        return None if self.encode is None else PictureReader.of(self.encode)
 
     def resized(self, group: Group) -> "ServedModel":
         last, planned = self.workloads[-1], group.plan.graphs[-1].trace.step
@@ -101,7 +101,7 @@ def served(
     ratio = RATIO
     if is_packed and min_size > PACKED_SIZE:
         min_size, ratio = PACKED_SIZE, PACKED_RATIO
-    sees = _sees(config, model)
+    has_pictures = _has_pictures(config, model)
     config = config.get_text_config()
     layout = layout_of(first.module)
     is_flat, gathers, windows = layout.is_packed, layout.kind in GATHERED, layout.windows or (0,)
@@ -117,7 +117,7 @@ def served(
         most, least = (PAGE * max_pages(n, windows, sizes[-1]) for n in (size, min(size, capacity or PAGE)))
         fitting = room / each // PAGE * PAGE if each else float("inf")
         pool_tokens = int(max(least, min(rows * most, fitting - PAGE))) + PAGE
-    steps = [replace(smallest, kind="encode", context=PICTURE_TOKENS, reserve=0)] if sees else []
+    steps = [replace(smallest, kind="encode", context=PICTURE_TOKENS, reserve=0)] if has_pictures else []
     pool_tokens = PAGE * pages_for(pool_tokens)
     length = min(size, spec.load.prompt_tokens + spec.load.output_tokens // 2)
     pages = replace(smallest, reserve=pool_tokens, rows=rows, length=length)
@@ -252,14 +252,14 @@ def _check_bytes(model: str, size: int, most: int) -> None:
         raise TesseraError(message, remedy, "--devices")
 
 
-def _sees(config: object, model: str) -> bool:
+def _has_pictures(config: object, model: str) -> bool:
     family = getattr(config, "model_type", None)
     if family is None:
         raise UnknownName("model to serve", model, servable_models())
     return bool(family == "qwen2_5_vl")
 
 
-def refuse_sight(model: ServedModel) -> None:
+def refuse_pictures(model: ServedModel) -> None:
     if model.encode is not None:
         message = "models that see are served on worker processes"
         raise TesseraError(message, "Name cpu or emu: devices.", "--devices")

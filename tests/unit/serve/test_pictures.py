@@ -27,13 +27,13 @@ from tessera.capture.models.vision import PICTURE_TOKENS
 from tessera.errors import AskError
 from tessera.serve.metrics import Metrics
 from tessera.serve.openai.read import Endpoint, ModelCard
+from tessera.serve.pictures import PictureReader
 from tessera.serve.records import ServeSpec
-from tessera.serve.sight import Eyes
 from tessera.serve.steps import served
 from tessera.serve.text import MARK, ByteText, FolderText
 from text_factory import make_text_folder
 
-EYES = Eyes(patch=4, merge=2, frames=2, dtype=torch.float32)
+READER = PictureReader(patch=4, merge=2, frames=2, dtype=torch.float32)
 
 
 def data_url(image: Image.Image, kind: str = "PNG") -> str:
@@ -56,13 +56,13 @@ def test_patches_are_those_of_the_models_own_processor() -> None:
 
     expected = own(images=[noise()], return_tensors="pt")["pixel_values"]
 
-    assert torch.equal(expected, EYES.look(data_url(noise())))
+    assert torch.equal(expected, READER.patches_of(data_url(noise())))
 
 
 def test_every_picture_is_resized_to_the_grid() -> None:
     """Other sizes and colours give the same number of patches."""
     for image in (noise(7, 300), noise(640, 64).convert("L"), noise().convert("RGBA")):
-        assert (4 * PICTURE_TOKENS, 96) == tuple(EYES.look(data_url(image)).shape)
+        assert (4 * PICTURE_TOKENS, 96) == tuple(READER.patches_of(data_url(image)).shape)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_every_picture_is_resized_to_the_grid() -> None:
 def test_what_is_no_picture_is_refused(url: str, message: str) -> None:
     """Addresses are not opened, and broken data is one line."""
     with pytest.raises(AskError, match=message):
-        EYES.look(url)
+        READER.patches_of(url)
 
 
 def test_a_huge_picture_is_refused_before_it_is_decoded() -> None:
@@ -87,14 +87,14 @@ def test_a_huge_picture_is_refused_before_it_is_decoded() -> None:
     bomb = data_url(Image.new("1", (8_000, 8_000)))
 
     with pytest.raises(AskError, match="8000 x 8000 pixels is too large"):
-        EYES.look(bomb)
+        READER.patches_of(bomb)
 
 
 def test_a_mark_becomes_the_pictures_tokens() -> None:
     """Text before and after stays as it was."""
     prompt = ByteText().encode(f"see {MARK} there")
 
-    whole, (picture,) = EYES.placed(prompt, [torch.zeros(1)])
+    whole, (picture,) = READER.placed(prompt, [torch.zeros(1)])
 
     assert whole[: picture.start] == ByteText().encode("see ")
     assert whole[picture.start + PICTURE_TOKENS :] == list(b" there")
@@ -104,7 +104,7 @@ def test_each_picture_is_in_its_place() -> None:
     """The first mark is the first picture's, the second the second's."""
     first, second = torch.zeros(1), torch.ones(1)
 
-    whole, pictures = EYES.placed(ByteText().encode(f"{MARK} and {MARK}"), [first, second])
+    whole, pictures = READER.placed(ByteText().encode(f"{MARK} and {MARK}"), [first, second])
 
     assert [first, second] == [picture.patches for picture in pictures]
     assert 1 + PICTURE_TOKENS + len(" and ") == pictures[1].start
@@ -124,9 +124,11 @@ def test_a_folders_template_places_pictures(tmp_path: Path) -> None:
     words = FolderText(tmp_path)
     token = words.chat([{"role": "user", "content": MARK}])[0]
     said = f"vow <|user|> {MARK} judge{MARK}"
-    eyes = replace(EYES, mark_tokens=(token,))
+    picture_reader = replace(READER, mark_tokens=(token,))
 
-    whole, pictures = eyes.placed(words.chat([{"role": "user", "content": said}]), [torch.zeros(1)] * 2)
+    whole, pictures = picture_reader.placed(
+        words.chat([{"role": "user", "content": said}]), [torch.zeros(1)] * 2
+    )
 
     first, second = (picture.start for picture in pictures)
     assert "vow <|user|> " == words.decode(whole[:first])
@@ -141,17 +143,17 @@ def test_a_folder_of_qwen_sees(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     spec = ServeSpec(microbatches=1, rows=2, capacity=240, max_batch_tokens=24, random_weights=True)
 
-    senses = served(str(tmp_path), spec).senses()
+    reader = served(str(tmp_path), spec).picture_reader
 
-    assert senses is not None
-    assert (7,) == senses[1].mark_tokens
+    assert reader is not None
+    assert (7,) == reader.mark_tokens
 
 
 @pytest.fixture(scope="module")
 def asked() -> Iterator[tuple[Any, Scripted]]:
     """Asks a server whose model sees; the service remembers what it was asked."""
     service = Scripted()
-    endpoint = Endpoint(ModelCard("scripted", ByteText(), 256, 258, EYES.mark), service, 1, eyes=EYES)
+    endpoint = Endpoint(ModelCard("scripted", ByteText(), 256, 258, MARK), service, 1, picture_reader=READER)
     with http_factory.serving(endpoint, Metrics("scripted", service.snapshot)) as server:
 
         def ask(path: str, body: dict[str, Any]) -> tuple[int, Any]:
@@ -190,7 +192,7 @@ def test_a_picture_in_a_chat_reaches_the_service(asked: Any) -> None:
     last = service.asks[-1]
     assert 200 == status
     (picture,) = last.pictures
-    assert torch.equal(EYES.look(data_url(noise())), picture.patches)
+    assert torch.equal(READER.patches_of(data_url(noise())), picture.patches)
     assert last.prompt[: picture.start] == (256, *b"user:\na ")
     assert last.prompt[picture.start + PICTURE_TOKENS :][:3] == (*b" b\n",)
     assert found["usage"]["prompt_tokens"] == len(last.prompt)

@@ -17,9 +17,9 @@ from reference_stepper import ReferenceStepper
 from serving_factory import policies_of
 from tessera.capture.models.vision import PICTURE_TOKENS, rotary
 from tessera.execute.stepper import DeviceLost, Event, StepCall, StepDone
+from tessera.serve.pictures import GRID
 from tessera.serve.records import Ask, Finish, PromptPicture, Sampling, ServeSpec, Shape
 from tessera.serve.service import Service
-from tessera.serve.sight import GRID
 from tessera.serve.steps import ServedModel, served
 from tessera.serve.text import ByteText
 
@@ -104,7 +104,7 @@ def service() -> Iterator[Service]:
             made.shape,
             ByteText(),
             model="tiny-qwen2.5-vl",
-            sight=made.sight,
+            picture_inputs=made.picture_inputs,
         ) as running,
     ):
         yield running
@@ -197,7 +197,11 @@ def test_a_picture_is_encoded_again_after_a_loss() -> None:
     with reference(made, num_threads=1) as inner:
         stepper: Any = Forgetful(inner, 0)
         with Service(
-            stepper, policies_of(stepper, made.shape), made.shape, ByteText(), sight=made.sight
+            stepper,
+            policies_of(stepper, made.shape),
+            made.shape,
+            ByteText(),
+            picture_inputs=made.picture_inputs,
         ) as running:
             found = asyncio.run(tokens_of(running, asks()[2]))
 
@@ -207,4 +211,4 @@ def test_a_picture_is_encoded_again_after_a_loss() -> None:
 
 def test_a_model_without_eyes_sees_nothing() -> None:
     """There is nothing to encode for a model that reads text."""
-    assert ServedModel("x", Shape(1, 1, 8, (1, 2), 32, 258), ()).sight is None
+    assert ServedModel("x", Shape(1, 1, 8, (1, 2), 32, 258), ()).picture_inputs is None

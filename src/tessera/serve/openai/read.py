@@ -26,7 +26,7 @@ from tessera.serve.records import Ask, ImageDraft, PromptPicture, Sampling
 from tessera.serve.text import MARK, Text
 
 if TYPE_CHECKING:
-    from tessera.serve.sight import Eyes
+    from tessera.serve.pictures import PictureReader
 
 MAX_PICTURES, MAX_ASKS, MAX_INPUTS = 16, 128, 2048
 MAX_PIXELS = 2**22
@@ -77,7 +77,7 @@ class Endpoint:
     service: AnswerService
     created: int
     plans: Callable[[], Sequence[ServicePlan]] = tuple
-    eyes: "Eyes | None" = None
+    picture_reader: "PictureReader | None" = None
     grammars: GrammarCompiler | None = None
 
 
@@ -327,7 +327,7 @@ def folder_defaults(folder: str, are_read: bool = True) -> bodies.FolderFields:
 async def make_asks(draft: Draft, endpoint: Endpoint, client: str) -> tuple[Ask, ...]:
     prompts, pictures = draft.prompts, tuple[PromptPicture, ...]()
     if draft.urls:
-        prompt, pictures = await _seen(draft, endpoint)
+        prompt, pictures = await _with_pictures(draft, endpoint)
         prompts = (prompt,)
     most = _max_tokens(draft, endpoint, prompts)
     grammar = await _grammar(draft, endpoint) if draft.grammar else None
@@ -359,10 +359,13 @@ async def make_asks(draft: Draft, endpoint: Endpoint, client: str) -> tuple[Ask,
     )
 
 
-async def _seen(draft: Draft, endpoint: Endpoint) -> tuple[tuple[int, ...], tuple[PromptPicture, ...]]:
-    assert endpoint.eyes is not None, "only a model that sees is sent pictures"
-    patches = [await asyncio.to_thread(endpoint.eyes.look, url) for url in draft.urls]
-    prompt, pictures = endpoint.eyes.placed(draft.prompts[0], patches)
+async def _with_pictures(
+    draft: Draft, endpoint: Endpoint
+) -> tuple[tuple[int, ...], tuple[PromptPicture, ...]]:
+    reader = endpoint.picture_reader
+    assert reader is not None, "other models are sent no pictures"
+    patches = [await asyncio.to_thread(reader.patches_of, url) for url in draft.urls]
+    prompt, pictures = reader.placed(draft.prompts[0], patches)
     return tuple(prompt), pictures
 
 

@@ -1,4 +1,4 @@
-"""Sight: pictures in prompts of a vision-language model.
+"""Pictures in prompts of a vision-language model: `PictureReader` decodes them, `PictureInputs` feeds steps.
 
 An encode step runs before a picture's tokens are read; its embeddings replace theirs. Tokens have rotary
 positions (time, height, width): a picture spans its grid, and text continues after its longer side, so every
@@ -35,7 +35,7 @@ MEAN = (0.48145466, 0.4578275, 0.40821073)
 DEVIATION = (0.26862954, 0.26130258, 0.27577711)
 
 
-class SeenPictures:
+class SequencePictures:
     def __init__(self, pictures: Sequence[PromptPicture]) -> None:
         self._pictures = pictures
         self.starts = [picture.start for picture in pictures]
@@ -61,21 +61,30 @@ class SeenPictures:
 
 
 @dataclass(frozen=True, eq=False)
-class Sight:
+class PictureInputs:
     # Inputs of encode besides the patches.
     fixed: Tensors
     width: int
     dtype: torch.dtype
 
-    def inputs(self, planned: Sequence[tuple[SeenPictures, int, int]], size: int) -> dict[str, torch.Tensor]:
+    @classmethod
+    def of(cls, encode: Workload, tokens: Workload) -> "PictureInputs":
+        fixed = encode.make_inputs(0)
+        del fixed["patches"]
+        image = tokens.make_inputs(0)["image"]
+        return cls(fixed, image.shape[-1], image.dtype)
+
+    def inputs(
+        self, planned: Sequence[tuple[SequencePictures, int, int]], size: int
+    ) -> dict[str, torch.Tensor]:
         """`planned`: pictures, first token and number of tokens by sequence."""
         image = torch.zeros((size, self.width), dtype=self.dtype)
         is_image = torch.zeros(size, dtype=torch.bool)
         places = np.zeros((3, size), dtype=np.int64)
         at = 0
-        for seen, read, count in planned:
-            places[:, at : at + count] = rotary(np.arange(read, read + count), seen.starts)
-            for start, embedding in zip(seen.starts, seen.images, strict=True):
+        for pictures, read, count in planned:
+            places[:, at : at + count] = rotary(np.arange(read, read + count), pictures.starts)
+            for start, embedding in zip(pictures.starts, pictures.images, strict=True):
                 first, after = max(read, start), min(read + count, start + PICTURE_TOKENS)
                 if first < after:
                     assert embedding is not None, "only encoded pictures are read"
@@ -86,39 +95,31 @@ class Sight:
         return {"rotary": torch.from_numpy(places), "image": image, "is_image": is_image}
 
 
-def sight_of(encode: Workload, tokens: Workload) -> Sight:
-    fixed = encode.make_inputs(0)
-    del fixed["patches"]
-    image = tokens.make_inputs(0)["image"]
-    return Sight(fixed, image.shape[-1], image.dtype)
-
-
 @dataclass(frozen=True)
-class Eyes:
+class PictureReader:
     # Pixels per patch side, patches per token side, and frames per still picture.
     patch: int
     merge: int
     frames: int
     dtype: torch.dtype
-    mark: str = MARK
-    # In a prompt, where a picture is; of a folder, its template's token.
+    # Tokens that stand for a picture in a prompt; a folder's template has a token of its own.
     mark_tokens: tuple[int, ...] = tuple(MARK.encode())
 
     @classmethod
-    def of(cls, encode: Workload) -> "Eyes":
+    def of(cls, encode: Workload) -> "PictureReader":
         extra_module(*PILLOW)  # fails now, not with the first picture
         module: Any = encode.module
         config = module.config.vision_config
-        eyes = cls(config.patch_size, config.spatial_merge_size, config.temporal_patch_size, module.dtype)
+        reader = cls(config.patch_size, config.spatial_merge_size, config.temporal_patch_size, module.dtype)
         is_built_in = encode.step.model in known_models()
-        return eyes if is_built_in else replace(eyes, mark_tokens=(module.config.image_token_id,))
+        return reader if is_built_in else replace(reader, mark_tokens=(module.config.image_token_id,))
 
     @property
     def size(self) -> tuple[int, int]:
         """(height, width) in pixels."""
         return GRID[0] * self.merge * self.patch, GRID[1] * self.merge * self.patch
 
-    def look(self, url: str) -> torch.Tensor:
+    def patches_of(self, url: str) -> torch.Tensor:
         image = _decoded(url).resize(self.size[::-1], resample=3)  # 3: bicubic
         pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
         values = pixels.reshape(*self.size, 3).permute(2, 0, 1).to(torch.float32) / 255.0
