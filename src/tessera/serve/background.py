@@ -17,7 +17,7 @@ from tessera.adapt.controller import Change, Replanned
 from tessera.errors import TesseraError
 from tessera.execute.processes import FORKSERVER, LocalProcess
 from tessera.ir import ServicePlan
-from tessera.serve.groups import plans_of
+from tessera.serve.groups import Policies, plans_of
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 NICE = 10
 LIMIT_S = 600.0
-Policies = tuple[ServicePlan, ...]
 
 
 class PlannerProcess:

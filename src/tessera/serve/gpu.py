@@ -90,9 +90,8 @@ class GpuBackend:
         return placed
 
     def _served(self, model: str) -> Callable[[], ServedModel]:
-        sizes = replace(self.spec, max_batch_tokens=self.spec.max_batch_tokens or MAX_BATCH_TOKENS)
-        room_bytes, most = tuple(self.memory_bytes), float("inf")
-        return partial(served, model, sizes, min_size=MIN_SIZE, room_bytes=room_bytes, pool_bytes=most)
+        spec, room_bytes = self.spec.sized(MAX_BATCH_TOKENS), tuple(self.memory_bytes)
+        return partial(served, model, spec, min_size=MIN_SIZE, room_bytes=room_bytes, pool_bytes=float("inf"))
 
     def placed(self, model: ServedModel) -> ServedModel:
         card = str(driver.card(self.cluster.devices[0].ordinal))

@@ -12,6 +12,9 @@ from tessera.serve.records import Shape
 from tessera.serve.sequences import SequenceBatch
 from tessera.serve.step_inputs import Steps
 
+# The first is current at the start.
+Policies = tuple[ServicePlan, ...]
+
 
 def plans_of(policies: Sequence[ServicePlan]) -> tuple[Plan, ...]:
     return tuple({id(plan): plan for policy in policies for plan in policy.plans}.values())
@@ -54,9 +57,15 @@ class MovingSequence:
     num_sent: int
     num_expected: int
     in_flight: int = 0
-    is_row_sent: bool = False
+    # Row at the destination while state by row is in flight, which goes alone.
+    row: int | None = None
     # True if it is abandoned: its pages are released when nothing is in flight.
     is_over: bool = False
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Numbers of both microbatches."""
+        return self.source.number, self.destination.number
 
     def release(self) -> None:
         if self.pool is not None and not self.in_flight:
@@ -67,13 +76,8 @@ class MovingSequence:
 @dataclass(frozen=True, eq=False)
 class PagesInFlight:
     transit: MovingSequence
-    # Numbers of both microbatches.
-    ends: tuple[int, int]
-    # Pool of the source, which keeps the pages until they have arrived.
-    pool: PagePool
+    # The source keeps them until they have arrived.
     pages: tuple[int, ...]
-    # Row at the destination, if state by row goes along.
-    row: int | None = None
 
 
 def batch_of(microbatch: RoutedMicrobatch) -> SequenceBatch:

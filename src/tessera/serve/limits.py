@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import hmac
 from collections.abc import Coroutine, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -84,18 +84,14 @@ class RequestLimiter:
 
     def hold(self, num_bytes: int) -> None:
         if num_bytes > 0 and self.held_bytes + num_bytes > self._limits.bodies_bytes:
-            raise ApiError(
-                429, "too many large requests at once. Try again later.", None, "rate_limit_exceeded"
-            )
+            message = "too many large requests at once. Try again later."
+            raise ApiError(429, message, code="rate_limit_exceeded")
         self.held_bytes += num_bytes
 
     async def emptied(self, timeout_s: float) -> bool:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._empty.wait()
-        except TimeoutError:
-            return False
-        return True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._empty.wait(), timeout_s)
+        return self._empty.is_set()
 
 
 class HeldBody:

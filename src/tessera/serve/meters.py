@@ -57,9 +57,8 @@ class Meters(Counts):
     def stepped(self, kind: str, seconds: float) -> None: ...
 
     def hosted(self, seconds: float) -> None:
-        self.host_s = (
-            seconds if self.host_s is None else self.host_s + NEWEST_WEIGHT * (seconds - self.host_s)
-        )
+        mean_s = seconds if self.host_s is None else self.host_s
+        self.host_s = mean_s + NEWEST_WEIGHT * (seconds - mean_s)
 
     def ended(self, finish: Finish, times: Times) -> None:
         self.finished[finish.reason] += 1

@@ -121,6 +121,7 @@ class Metrics(Meters):
 def _families(now: Snapshot) -> list[Family]:
     used = now.pages_used / now.pages if now.pages else 0.0
     rate = now.expected.tokens_per_s if now.expected else 0.0
+    switch_s = 1e-3 * (now.last_switch_ms or 0.0)
     devices = {(device.name,): device for device in now.devices}
     ends = ("source", "destination")
     reasons = {(word,): float(now.finished.get(reason, 0)) for reason, word in REASONS.items()}
@@ -142,12 +143,7 @@ def _families(now: Snapshot) -> list[Family]:
         (Counter, "pages_moved", "Pages moved to another group.", now.pages_moved),
         (Counter, "evictions", "Sequences moved to another device in place of preemption.", now.evictions),
         (Counter, "policy_switches", "Changes of policy.", now.switches),
-        (
-            Gauge,
-            "policy_switch_seconds",
-            "Time of the last change of policy.",
-            (now.last_switch_ms or 0.0) * 1e-3,
-        ),
+        (Gauge, "policy_switch_seconds", "Time of the last change of policy.", switch_s),
     ]
     return [
         *((kind, name, text, (), {(): value}) for kind, name, text, value in alone),

@@ -146,9 +146,6 @@ class CpuBackend:
             )
             return for_cpu(plain)
 
-    def _sized(self, max_batch_tokens: int) -> ServeSpec:
-        return replace(self.spec, max_batch_tokens=self.spec.max_batch_tokens or max_batch_tokens)
-
     def placed(self, model: "ServedModel") -> "ServedModel":
         return model
 
@@ -221,8 +218,8 @@ class HostBackend(CpuBackend):
         card = next(d for d in self.cluster.devices if d.kind is ir.DeviceKind.CUDA)
         (pool_bytes,) = self.memory_bytes
         with made_on(f"cuda:{card.ordinal}", model, self.spec.seed):
-            sizes = self._sized(HOST_BATCH_TOKENS)
-            plain = for_host(served(model, sizes, min_size=1, pool_bytes=pool_bytes))
+            spec = self.spec.sized(HOST_BATCH_TOKENS)
+            plain = for_host(served(model, spec, min_size=1, pool_bytes=pool_bytes))
         refuse_pictures(plain)
         return replace(plain, workloads=tuple(on_device(w, "cpu") for w in plain.workloads))
 
@@ -247,10 +244,10 @@ class AwayBackend(CpuBackend):
                 f"{model} has {units.size(size)} of weights; this machine has {units.size(memory)} of memory"
             )
             raise TesseraError(message, "Run the service on a machine that holds the weights.", "--devices")
-        sizes = self._sized(AWAY_BATCH_TOKENS)
+        spec = self.spec.sized(AWAY_BATCH_TOKENS)
         with blamed_for_run(model):
             return served(
-                model, sizes, min_size=AWAY_MIN_SIZE, room_bytes=self.memory_bytes, pool_bytes=float("inf")
+                model, spec, min_size=AWAY_MIN_SIZE, room_bytes=self.memory_bytes, pool_bytes=float("inf")
             )
 
     def capture(self, model: "ServedModel", advance: Listener) -> list[ir.Trace]:

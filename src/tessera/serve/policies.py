@@ -25,6 +25,7 @@ from tessera.plan import fluid, search_config
 from tessera.plan.fluid import POLICIES as DRAFTED
 from tessera.plan.lanes import lane_plan, place
 from tessera.plan.service import plan_service
+from tessera.serve.groups import Policies
 from tessera.serve.records import COST_ERROR, Shape
 from tessera.serve.rehearse import rated, rehearse
 from tessera.simulate import SteadyRates
@@ -36,8 +37,6 @@ POLICIES = (*DRAFTED, LATENCY)
 LEAST_GAIN = 1.02
 MAX_REHEARSED, MAX_DRAFTS = 8, 1024
 MAX_RUNS = 128
-
-Policies = tuple[ir.ServicePlan, ...]
 
 
 def check_policy(name: str) -> str:
@@ -220,7 +219,7 @@ class ServicePlanner:
         if self.is_beside_host:
             return old
         new = self.best(old.policy)
-        clients = 1 if old.policy == "latency" else None
+        clients = 1 if old.policy == LATENCY else None
         before, after = (self._rehearse(plan, self.load, clients) for plan in (old, new))
         return new if after.tokens_per_s >= LEAST_GAIN * before.tokens_per_s else old
 

@@ -4,7 +4,7 @@ Every ask is answered by pieces and then one finish, also when it is cancelled o
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal
@@ -126,6 +126,10 @@ class ServeSpec:
     adapters: tuple[tuple[str, str], ...] = ()
     # By module: how often each expert is chosen.
     expert_frequencies: tuple[tuple[str, tuple[float, ...]], ...] = ()
+
+    def sized(self, max_batch_tokens: int) -> "ServeSpec":
+        """With a default for the tokens of a step."""
+        return replace(self, max_batch_tokens=self.max_batch_tokens or max_batch_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ moving their pages, else they answer where they are, or restart if their prompt 
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from itertools import count
 
@@ -186,12 +187,14 @@ class Router(Scheduler[ActiveRequest]):
         views, numbers = [], dict(self._by_number)
         for routed in self.groups:
             size = routed.group.size
-            batches = [m.content for n, m in list(self.microbatches.items()) if numbers.get(n) is routed]
-            places = sum(content.num_used for content in batches)
-            coming = sum(content.num_coming for content in batches if isinstance(content, SequenceBatch))
-            most = size.sequences * size.microbatches
-            sizes = (size.role, size.devices, size.sequences, size.tokens, size.microbatches)
-            views.append(GroupView(*sizes, most, places, coming))
+            batches = [batch_of(m) for n, m in list(self.microbatches.items()) if numbers.get(n) is routed]
+            view = GroupView(
+                **asdict(size),
+                max_sequences=size.sequences * size.microbatches,
+                places=sum(batch.num_used for batch in batches),
+                waiting=sum(batch.num_coming for batch in batches),
+            )
+            views.append(view)
         return tuple(views)
 
     def _usable(self) -> list[RoutedGroup]:
@@ -423,11 +426,10 @@ class Router(Scheduler[ActiveRequest]):
             reserved = tuple(destination for _, destination in pairs)
             batch.pool.share(sent)
             transit.in_flight += 1
-            ends = (transit.source.number, transit.destination.number)
-            transit.is_row_sent = has_row
+            transit.row = row
             rows = None if row is None else (batch.by_request[request].row, row)
-            self._moves[number] = PagesInFlight(transit, ends, batch.pool, sent, row)
-            self.stepper.move(PageMove(number, *ends, sent, reserved, rows))
+            self._moves[number] = PagesInFlight(transit, sent)
+            self.stepper.move(PageMove(number, *transit.ends, sent, reserved, rows))
         elif is_read and not transit.in_flight:
             self._arrive(transit, read)
 
@@ -446,12 +448,12 @@ class Router(Scheduler[ActiveRequest]):
 
     def _moved(self, event: Moved) -> None:
         move = self._moves.pop(event.number)
-        move.pool.give_back(move.pages)
-        transit, row = move.transit, move.row
+        transit, batch = move.transit, batch_of(move.transit.source)
+        batch.pool.give_back(move.pages)
         transit.in_flight -= 1
+        row, transit.row = transit.row, None
         has_failed = transit.is_over or bool(event.failure)
         if row is not None:
-            transit.is_row_sent = False
             if has_failed:
                 batch_of(transit.destination).give_row(row)
             if transit.is_over:
@@ -459,7 +461,7 @@ class Router(Scheduler[ActiveRequest]):
         if not has_failed:
             self._counts.pages_moved += len(move.pages)
             if row is not None:
-                position = batch_of(transit.source).position(transit.request)
+                position = batch.position(transit.request)
                 assert position is not None, "it is held there"
                 self._arrive(transit, position[1], row)
             else:
@@ -470,12 +472,12 @@ class Router(Scheduler[ActiveRequest]):
             self._stay(transit)
         self._may_seat = True
         self.awake_waiting()
-        for end in move.ends:
+        for end in transit.ends:
             if end in self.microbatches and self.microbatches[end].is_old:
                 self._awake(self.microbatches[end])
 
     def _can_close(self, microbatch: RoutedMicrobatch) -> bool:
-        return not any(microbatch.number in move.ends for move in self._moves.values())
+        return not any(microbatch.number in move.transit.ends for move in self._moves.values())
 
     def _stay(self, transit: MovingSequence) -> None:
         """The sequence answers where it is, or restarts if that microbatch is old."""
@@ -492,7 +494,7 @@ class Router(Scheduler[ActiveRequest]):
     def _end_transit(self, transit: MovingSequence) -> None:
         del self._transits[transit.request]
         transit.is_over = True
-        if not transit.is_row_sent:
+        if transit.row is None:
             self._cancel(transit)
         transit.release()
         self._may_seat = True

@@ -451,7 +451,7 @@ class SequenceBatch:
 
     def _has_rows_for(self, planned: list[Part], num_tokens: int) -> bool:
         """True if every token has a row: short parts are cheaper so than in a larger step."""
-        if num_tokens > self._shape.rows or not self._shape.is_paged or self._sight is not None:
+        if num_tokens > self._shape.rows or not self._shape.is_paged or self._picture_inputs is not None:
             return False
         return sum((n - 1) * (s.read + n) for s, n, _ in planned) <= MAX_READ_AGAIN
 

@@ -17,6 +17,7 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import FrameType
 from typing import Any, cast
 
@@ -48,9 +49,6 @@ class ConnectionTable:
         # Shared: a read is parsed before the next begins.
         self.buffer = memoryview(bytearray(READ_BYTES))
 
-    def make(self, **options: Any) -> "Connection":
-        return Connection(self, options)
-
 
 class Parser(HttpToolsProtocol):
     def on_message_complete(self) -> None:
@@ -65,9 +63,9 @@ class Parser(HttpToolsProtocol):
 class Connection(asyncio.BufferedProtocol):
     _transport: asyncio.Transport
 
-    def __init__(self, table: ConnectionTable, options: dict[str, Any]) -> None:
+    def __init__(self, table: ConnectionTable, **options: Any) -> None:
         self._table, self._limits = table, table.limits
-        self._http = Parser(**(options | {"app_state": {CONNECTION: self}}))
+        self._http = Parser(**options | {"app_state": {CONNECTION: self}})
         self._idle_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         # The next request may begin before the last has returned.
@@ -174,7 +172,7 @@ class HttpServer(uvicorn.Server):
         """`proxies`: whose X-Forwarded headers are believed; `tls`: files of certificate and key."""
         config = uvicorn.Config(
             app,
-            http=ConnectionTable(limits).make,  # type: ignore[arg-type]
+            http=partial(Connection, ConnectionTable(limits)),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,

@@ -19,6 +19,7 @@ from tessera.execute.stepper import DeviceStatus, Stepper
 from tessera.ir import ServicePlan
 from tessera.serve.answer import ActiveRequest, Answer
 from tessera.serve.engine import MAX_WAITING, Engine
+from tessera.serve.groups import Policies
 from tessera.serve.meters import Meters
 from tessera.serve.pictures import PictureInputs
 from tessera.serve.records import Ask, Counts, DeviceView, Shape, Snapshot
@@ -31,7 +32,6 @@ GRACE_S = 30.0
 MIN_WINDOW_S = 2.0
 # Seconds of step times before costs are judged: replanning takes a core for a while.
 COST_S = 30.0
-Policies = tuple[ServicePlan, ...]
 
 
 def say(line: str) -> None:
@@ -136,15 +136,11 @@ class Service:
             remedy = f"The maximum is {most}."
             raise AskError(message, remedy, "max_tokens" if len(ask.prompt) < most else "prompt")
         biased = [number for number, _ in ask.sampling.logit_bias]
-        for place, tokens in (
-            ("prompt", ask.prompt),
-            ("stop_token_ids", ask.stop_tokens),
-            ("logit_bias", biased),
-        ):
+        by_place = {"prompt": ask.prompt, "stop_token_ids": ask.stop_tokens, "logit_bias": biased}
+        for place, tokens in by_place.items():
             if tokens and not 0 <= min(tokens) <= max(tokens) < shape.vocab_size:
-                raise AskError(
-                    "a token id is not in the vocabulary", f"Use 0 to {shape.vocab_size - 1}.", place
-                )
+                remedy = f"Use 0 to {shape.vocab_size - 1}."
+                raise AskError("a token id is not in the vocabulary", remedy, place)
 
     def snapshot(self) -> Snapshot:
         router, meters = self._engine.scheduler, self._engine.meters

@@ -408,20 +408,15 @@ def _reported(folder: Path) -> Iterator[None]:
 
 
 def _ends(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    from tessera.capture.models.checkpoint import read_json
+
     ends = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    for name in ("generation_config.json", "config.json"):
-        listed = _listed(folder / name)
+    for path in (folder / "generation_config.json", folder / "config.json"):
+        value = read_json(path).get("eos_token_id") if path.exists() else None
+        listed = [x for x in (value if isinstance(value, list) else [value]) if isinstance(x, int) and x >= 0]
         if listed:
             return tuple(dict.fromkeys([*ends, *listed]))
     return tuple(ends)
-
-
-def _listed(path: Path) -> list[int]:
-    from tessera.capture.models.checkpoint import read_json
-
-    value = read_json(path).get("eos_token_id") if path.exists() else None
-    listed = value if isinstance(value, list) else [value]
-    return [x for x in listed if isinstance(x, int) and x >= 0]
 
 
 def open_text(model: str, template: str = "") -> Text:

@@ -25,7 +25,7 @@ from tessera.errors import TesseraError  # noqa: E402
 from tessera.serve.limits import HttpLimits  # noqa: E402
 from tessera.serve.openai.bodies import CompletionRequest, parse  # noqa: E402
 from tessera.serve.openai.errors import ApiError  # noqa: E402
-from tessera.serve.server import ConnectionTable, allowed_connections, bind, is_loopback  # noqa: E402
+from tessera.serve.server import Connection, ConnectionTable, allowed_connections, bind, is_loopback  # noqa: E402
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 LONG = CHAT | {"max_tokens": 200}
@@ -420,7 +420,7 @@ def test_a_transport_of_another_event_loop_is_taken() -> None:
     async def connected() -> int:
         table, config = ConnectionTable(LIMITS), uvicorn.Config(lambda scope: None)
         config.load()
-        connection = table.make(config=config, server_state=ServerState())
+        connection = Connection(table, config=config, server_state=ServerState())
         connection.connection_made(Transport())  # type: ignore[arg-type]
         return len(table.idle)
 

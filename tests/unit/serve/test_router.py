@@ -72,7 +72,8 @@ def users_of(router: Router) -> dict[int, Counter[int]]:
         if transit.pool is not None:
             found.setdefault(id(transit.pool), Counter()).update(listed(transit.pages))
     for move in router._moves.values():
-        found.setdefault(id(move.pool), Counter()).update(move.pages)
+        pool = batch_of(move.transit.source).pool
+        found.setdefault(id(pool), Counter()).update(move.pages)
     return found
 
 
