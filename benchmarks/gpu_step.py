@@ -103,7 +103,7 @@ def timed(model: str, layers: int, case: Case, has_kernels: bool) -> dict[str, A
     from tessera.execute.cuda.measure import UnitOnDevice
     from tessera.flow import make_unit
     from tessera.ir import Step
-    from tessera.serve.gpu import blank
+    from tessera.serve.gpu import with_zero_state
 
     began = time.monotonic()
     pages = case.sequences * -(-case.length // PAGE) * case.room + 1
@@ -117,7 +117,7 @@ def timed(model: str, layers: int, case: Case, has_kernels: bool) -> dict[str, A
         given[name] = torch.zeros_like(given[name])
     given |= {"tokens": torch.randint(0, 1000, (step.context,)), **tables}
     workload = replace(workload, make_inputs=lambda seed: dict(given))
-    workload = blank(on_device(workload, "cuda:0"))
+    workload = with_zero_state(on_device(workload, "cuda:0"))
     recording = record_inductor(workload, False)
     unit = make_unit([recording.trace])
     with UnitOnDevice(unit, whole_card(), 0, workload.weights()) as whole:

@@ -24,7 +24,7 @@ from tessera.profile import parse_devices
 if TYPE_CHECKING:
     from tessera.execute.hub import Hub
     from tessera.execute.worker_stepper import MakeHub
-    from tessera.serve.joining import ModelHere
+    from tessera.serve.joining import LocalModel
 
 Rendezvous = Annotated[str | None, option("HOST:PORT where the workers of several machines meet.")]
 SecretFile = Annotated[Path | None, option("A file with the secret of the rendezvous, the same everywhere.")]
@@ -112,34 +112,34 @@ class Meeting:
 
 
 def serve_rank(plans: Sequence[Plan], meeting: Meeting) -> None:
-    from tessera.serve.joining import ModelHere
+    from tessera.serve.joining import LocalModel
 
     names = plans[0].cluster.names
     if meeting.rank >= len(names):
         raise TesseraError(
             f"there is no rank {meeting.rank}", f"The plan has {len(names)} devices, from 0.", "--rank"
         )
-    work(meeting, make=ModelHere(may_import=True), again_s=AGAIN_S, digest=plans_digest(plans))
+    work(meeting, make=LocalModel(may_import=True), again_s=AGAIN_S, digest=plans_digest(plans))
 
 
 def work(
     meeting: Meeting,
     rank: int | None = None,
-    make: "ModelHere | None" = None,
+    make: "LocalModel | None" = None,
     patience_s: float = 300.0,
     again_s: float = 5.0,
     digest: str = "",
 ) -> None:
     """Session after session, until no service answers."""
     from tessera.execute.engine_connection import EngineAddress
-    from tessera.serve.joining import ModelHere, keep_working
+    from tessera.serve.joining import LocalModel, keep_working
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the session too, as Ctrl-C does
     if rank is None or meeting.store is not None:
         rank = meeting.rank
     engine = EngineAddress(*meeting.address(), meeting.secret, digest)
     say(f"a worker for {engine.place}")
-    keep_working(engine, rank, make or ModelHere(), patience_s, again_s, say)
+    keep_working(engine, rank, make or LocalModel(), patience_s, again_s, say)
 
 
 @contextmanager
@@ -202,7 +202,7 @@ def worker(
     torchrun: UnderTorchrun = False,
 ) -> None:
     """Compute for a service that runs on another machine."""
-    from tessera.serve.joining import ModelHere
+    from tessera.serve.joining import LocalModel
 
     meeting = Meeting.of(rendezvous, max(rank, 0), secret_file, torchrun)
-    work(meeting, rank, ModelHere(model, may_import=bool(model)), patience, again)
+    work(meeting, rank, LocalModel(model, may_import=bool(model)), patience, again)

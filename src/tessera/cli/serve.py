@@ -66,9 +66,9 @@ def serve(
     started_s = time.perf_counter()
     meeting = options.meeting
     if meeting is not None and meeting.rank > 0:
-        from tessera.serve.joining import ModelHere
+        from tessera.serve.joining import LocalModel
 
-        work(meeting, make=ModelHere(model, may_import=True))
+        work(meeting, make=LocalModel(model, may_import=True))
         return
     sys.setswitchinterval(SWITCH_S)
     with _stoppable(), logging_by(options), listening(model, options, meeting) as listener:

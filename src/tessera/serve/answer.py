@@ -67,12 +67,12 @@ class AnswerBuffer:
         """All news as one piece, then the finish."""
         last = self._finish  # read first: it is set after all news
         news = [self._news.popleft() for _ in range(len(self._news))]
-        said, tokens = "", tuple(token for _, token in news if token is not None)
+        piece, tokens = "", tuple(token for _, token in news if token is not None)
         if self._reader is not None:
-            said = self._reader.feed([x.number for text, x in news if text is None and x is not None])
-            said += self._reader.flush() if last is not None else ""
-        said += "".join(text for text, _ in news if text)
-        return AnswerPiece(said, tokens) if news or said else last
+            piece = self._reader.feed([x.number for text, x in news if text is None and x is not None])
+            piece += self._reader.flush() if last is not None else ""
+        piece += "".join(text for text, _ in news if text)
+        return AnswerPiece(piece, tokens) if news or piece else last
 
 
 class WakeUps:

@@ -33,7 +33,7 @@ class PlannerProcess:
 
     def __init__(self, planner: "ServicePlanner") -> None:
         self._shared = shared_parts(planner)
-        self._planner = pickle.dumps(replace(planner))  # without what it has worked out
+        self._planner = pickle.dumps(replace(planner))  # without its cached properties
         self._lock = threading.Lock()
         self._processes: set[LocalProcess] = set()
         self._is_closed = False

@@ -20,7 +20,7 @@ from tessera.execute.scheduler import Microbatch, SchedulerConfig, Watcher
 from tessera.execute.stepper import DeviceBack, DeviceLost, StepDone, Stepper
 from tessera.ir import DeviceKind, ServicePlan
 from tessera.serve.answer import ActiveRequest, WakeUps
-from tessera.serve.meters import LOOK_S, Meters
+from tessera.serve.meters import SAMPLE_S, Meters
 from tessera.serve.pictures import PictureInputs
 from tessera.serve.records import Finish, Reason, Shape, Token
 from tessera.serve.router import Router
@@ -171,11 +171,11 @@ class Engine(Watcher[ActiveRequest]):
                 self._settled_s = None
             self.deliver()
             if self.meters.is_due():
-                self.meters.look(self.stepper.use())
+                self.meters.sample(self.stepper.use())
                 if self.controller is not None:
                     self.controller.poll()
             is_done = self.is_closing and self.scheduler.is_idle
-            self.scheduler.wait(0.0 if is_done else max(0.0, min(LOOK_S, self._wake_ups.due_s)))
+            self.scheduler.wait(0.0 if is_done else max(0.0, min(SAMPLE_S, self._wake_ups.due_s)))
             self.failure = self.scheduler.failure
         except TesseraError as error:  # the stepper as a whole failed
             self.failure = f"no devices are left: {error}"
@@ -298,13 +298,13 @@ class Engine(Watcher[ActiveRequest]):
         """Deliver the tokens of its steps before its requests restart."""
         self.deliver()
         self.meters.losses[lost.device] += 1
-        self.meters.look(self.stepper.use())
+        self.meters.sample(self.stepper.use())
         if self.controller is not None:
             is_lasting = lost.failures >= MAX_FAILURES or lost.retry_s is None
             self.controller.lost(lost.device, said_of(lost), is_lasting)
 
     def back(self, back: DeviceBack) -> None:
-        self.meters.look(self.stepper.use())
+        self.meters.sample(self.stepper.use())
         if self.controller is not None:
             self.controller.back(back.device)
 

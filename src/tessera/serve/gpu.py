@@ -40,7 +40,7 @@ PLACE = "--devices"
 
 
 @dataclass(frozen=True)
-class Still:
+class ExampleRequest:
     """A request for measuring: every step gets the example inputs."""
 
     workloads: Sequence[Workload]
@@ -82,7 +82,7 @@ class GpuBackend:
 
     def build(self, model: str) -> ServedModel:
         card = str(driver.card(self.cluster.devices[0].ordinal))
-        with made_on(card, model, self.spec.seed, Path(place_of(model)).is_dir()):
+        with built_on(card, model, self.spec.seed, Path(place_of(model)).is_dir()):
             plain = self._served(model)()
         refuse_pictures(plain)
         placed = self.placed(plain)
@@ -95,7 +95,7 @@ class GpuBackend:
 
     def placed(self, model: ServedModel) -> ServedModel:
         card = str(driver.card(self.cluster.devices[0].ordinal))
-        return replace(model, workloads=tuple(blank(on_device(w, card)) for w in model.workloads))
+        return replace(model, workloads=tuple(with_zero_state(on_device(w, card)) for w in model.workloads))
 
     def begin(self, model: str, is_early: bool) -> None:
         if self.is_compiled:
@@ -126,10 +126,10 @@ class GpuBackend:
     def price(self, unit: WorkUnit, model: ServedModel, advance: object) -> tuple[Costs, ...]:
         if any(device.is_dilated for device in self.cluster.devices):
             return tuple(combine(graph.trace, self.cluster.devices, {})[0] for graph in unit.graphs)
-        return measure(unit, self.cluster, model.weights(), Still(model.workloads))[0]
+        return measure(unit, self.cluster, model.weights(), ExampleRequest(model.workloads))[0]
 
     def scale(self, plan: Plan, model: ServedModel) -> float:
-        factor = scale_of(plan, model.weights(), Still(model.workloads)).factor
+        factor = scale_of(plan, model.weights(), ExampleRequest(model.workloads)).factor
         torch.cuda.empty_cache()  # for the workers
         return factor
 
@@ -152,7 +152,7 @@ def _initialise(model: ServedModel) -> None:
         torch.cuda.empty_cache()
 
 
-def blank(workload: Workload) -> Workload:
+def with_zero_state(workload: Workload) -> Workload:
     """Zero state on the inputs' device, to avoid CPU copies."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -167,7 +167,7 @@ def blank(workload: Workload) -> Workload:
 
 
 @contextmanager
-def made_on(card: str, model: str, seed: int, always: bool = False) -> Iterator[None]:
+def built_on(card: str, model: str, seed: int, always: bool = False) -> Iterator[None]:
     """Large built-in models (`always`: any) are built on the GPU; its random state is restored after."""
     if not always and (model not in known_models() or weight_bytes(model) <= LARGE_BYTES):
         yield

@@ -37,7 +37,7 @@ PRELOADED = ["tessera.serve.joining", "tessera.flow", "transformers.modeling_uti
 
 
 @dataclass(frozen=True)
-class ModelHere:
+class LocalModel:
     # In place of the engine's.
     model: str = ""
     # True if this machine's user named the model: it may import code.
@@ -57,7 +57,7 @@ class ModelHere:
 def keep_working(
     engine: EngineAddress,
     rank: int,
-    make: ModelHere,
+    make: LocalModel,
     patience_s: float = START_TIMEOUT_S,
     again_s: float = AGAIN_S,
     say: Say = lambda line: None,
@@ -115,8 +115,14 @@ def join(
     say: Say = lambda line: None,
 ) -> None:
     engine = connect_engine(address, patience_s, again_s)
-    # A worker in an endless computation does not notice a hang-up.
-    engine.ended = lambda: _later(STOP_TIMEOUT_S, lambda: os._exit(1))
+
+    def end_late() -> None:
+        """A worker in an endless computation does not notice a hang-up."""
+        timer = threading.Timer(STOP_TIMEOUT_S, os._exit, (1,))
+        timer.daemon = True
+        timer.start()
+
+    engine.ended = end_late
     try:
         engine.tell(messages.Hello(rank, address.digest, own_version()))
         answer = engine.take(block=True)  # a spare worker waits here until it is needed
@@ -140,12 +146,6 @@ def join(
         raise
     finally:
         engine.close()
-
-
-def _later(seconds: float, deed: Callable[[], object]) -> None:
-    timer = threading.Timer(seconds, deed)
-    timer.daemon = True
-    timer.start()
 
 
 def _weights(

@@ -1,4 +1,4 @@
-"""Limits: who may use the server, and how much.
+"""Limits: access to the server, and how much of it one client may use.
 
 `server` limits connections and slow readers; `openai.bodies` limits what a body contains.
 

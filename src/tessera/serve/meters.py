@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tessera.execute.stepper import DeviceStatus, DeviceUse
 from tessera.serve.records import Counts, Finish, Latency
 
-LOOK_S, WINDOW_S = 0.5, 5.0
+SAMPLE_S, WINDOW_S = 0.5, 5.0
 NEWEST_WEIGHT = 0.02
 NUM_FIRST, NUM_BETWEEN = 500, 5000
 
@@ -25,7 +25,7 @@ class Times(NamedTuple):
     whole_s: float
 
 
-class _Look(NamedTuple):
+class _Sample(NamedTuple):
     at_s: float
     output_tokens: int
     busy_s: Mapping[str, float]
@@ -43,7 +43,7 @@ class Meters(Counts):
         self.between_s: deque[float] = deque(maxlen=NUM_BETWEEN)
         # Mean time from the end of a step until the next is ordered.
         self.host_s: float | None = None
-        self._looks: deque[_Look] = deque([_Look(time.monotonic(), 0, {}, {})])
+        self._samples: deque[_Sample] = deque([_Sample(time.monotonic(), 0, {}, {})])
 
     def seated(self, queued_s: float) -> None: ...
 
@@ -64,15 +64,15 @@ class Meters(Counts):
         self.finished[finish.reason] += 1
 
     def is_due(self) -> bool:
-        return time.monotonic() - self._looks[-1].at_s >= LOOK_S
+        return time.monotonic() - self._samples[-1].at_s >= SAMPLE_S
 
-    def look(self, use: DeviceUse) -> None:
+    def sample(self, use: DeviceUse) -> None:
         now = time.monotonic()
-        looks = self._looks
-        looks.append(_Look(now, self.output_tokens, dict(use.busy_s), dict(use.moved)))
+        samples = self._samples
+        samples.append(_Sample(now, self.output_tokens, dict(use.busy_s), dict(use.moved)))
         self.status, self.experts = dict(use.devices), use.experts
-        while len(looks) > 2 and looks[1].at_s <= now - WINDOW_S:
-            looks.popleft()
+        while len(samples) > 2 and samples[1].at_s <= now - WINDOW_S:
+            samples.popleft()
 
     @property
     def latency(self) -> Latency:
@@ -101,9 +101,9 @@ class Meters(Counts):
             links.append((*ends, _share(wire_s, span_s), total))
         return links
 
-    def _ends(self) -> tuple[_Look, _Look]:
-        looks = self._looks
-        return looks[0], looks[-1]
+    def _ends(self) -> tuple[_Sample, _Sample]:
+        samples = self._samples
+        return samples[0], samples[-1]
 
 
 def quantile(ascending: Sequence[float], share: float) -> float | None:

@@ -212,12 +212,12 @@ class HostBackend(CpuBackend):
 
     def build(self, model: str) -> "ServedModel":
         from tessera.capture.workload import on_device
-        from tessera.serve.gpu import made_on
+        from tessera.serve.gpu import built_on
         from tessera.serve.steps import for_host, refuse_pictures, served
 
         card = next(d for d in self.cluster.devices if d.kind is ir.DeviceKind.CUDA)
         (pool_bytes,) = self.memory_bytes
-        with made_on(f"cuda:{card.ordinal}", model, self.spec.seed):
+        with built_on(f"cuda:{card.ordinal}", model, self.spec.seed):
             spec = self.spec.sized(HOST_BATCH_TOKENS)
             plain = for_host(served(model, spec, min_size=1, pool_bytes=pool_bytes))
         refuse_pictures(plain)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 LOCAL, RUNNING = "local", "auto"
 # Ray's prefix of GPU types, and the amount a bundle requests.
 ACCELERATOR, A_LITTLE = "accelerator_type:", 0.001
-SAY_S = 2.0
+ANSWER_S = 2.0
 
 Resources = Mapping[str, float]
 
@@ -121,16 +121,16 @@ def placed(
     check_room(devices, nodes())
     secret = secrets.token_bytes(32)
     rendezvous = Rendezvous(host, 0, secret, complain)
-    seats = Seats(devices, EngineAddress(host, rendezvous.port, secret), model)
+    workers = RayWorkers(devices, EngineAddress(host, rendezvous.port, secret), model)
     names = [device.name for device in devices]
     try:
-        yield partial(Hub, names, rendezvous=rendezvous, about=seats.about)
+        yield partial(Hub, names, rendezvous=rendezvous, about=workers.about)
     finally:
         rendezvous.close()
-        seats.close()
+        workers.close()
 
 
-class Seats:
+class RayWorkers:
     def __init__(self, devices: Sequence[Device], engine: EngineAddress, model: str = "") -> None:
         self._engine, self._model = engine, model
         resources = nodes()
@@ -144,7 +144,7 @@ class Seats:
         """Why a worker is missing, empty if it runs; one that has ended is started again."""
         ray = ray_module()
         try:
-            said = ray.get(self.actors[rank].said.remote(), timeout=SAY_S)
+            failure = ray.get(self.actors[rank].failure.remote(), timeout=ANSWER_S)
         except ray.exceptions.GetTimeoutError:
             return "Ray has no place for it now"
         except ray.exceptions.ActorUnavailableError:
@@ -152,10 +152,10 @@ class Seats:
         except ray.exceptions.RayActorError as error:
             self.actors[rank] = self._start(rank)
             return f"Ray gave it up: {str(error).strip().splitlines()[-1].strip()}"
-        if not said:
+        if not failure:
             return ""
         ray.kill(self.actors[rank], no_restart=False)
-        return f"it said: {said}; Ray starts it anew"
+        return f"it said: {failure}; Ray starts it anew"
 
     def close(self) -> None:
         ray = ray_module()
@@ -173,24 +173,24 @@ class Seats:
             "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(self._group, rank),
             "max_restarts": -1,
         }
-        actor = ray.remote(Seat).options(**options)
+        actor = ray.remote(RayWorker).options(**options)
         return actor.remote(self._engine, rank, self._model)
 
 
-class Seat:
+class RayWorker:
     def __init__(self, engine: EngineAddress, rank: int, model: str) -> None:
-        self._said = ""
+        self._failure = ""
         threading.Thread(target=self._work, args=(engine, rank, model), daemon=True).start()
 
-    def said(self) -> str:
+    def failure(self) -> str:
         """Why it stopped; empty while it works."""
-        return self._said
+        return self._failure
 
     def _work(self, engine: EngineAddress, rank: int, model: str) -> None:
-        from tessera.serve.joining import ModelHere, keep_working
+        from tessera.serve.joining import LocalModel, keep_working
 
         try:
-            keep_working(engine, rank, ModelHere(model))
-            self._said = "it left"
+            keep_working(engine, rank, LocalModel(model))
+            self._failure = "it left"
         except TesseraError as error:
-            self._said = str(error)
+            self._failure = str(error)

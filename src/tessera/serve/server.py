@@ -186,7 +186,7 @@ class HttpServer(uvicorn.Server):
             timeout_graceful_shutdown=int(LAST_WORDS_S),
         )
         super().__init__(config)
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # clients are told their own errors
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # a client gets its own errors
         self._limiter, self._limits, self._stop, self._say = app.state.limiter, limits, stop, say
         self._ready = asyncio.Event()
         self._ending: asyncio.Task[None] | None = None

@@ -125,7 +125,7 @@ def main() -> None:
             answer = {"error": "it takes too much memory"}
         except jinja2.TemplateError as error:
             answer = {"error": str(error.message)[:ERROR_CHARS]}
-        except Exception as error:  # noqa: BLE001 - the edge of a process that runs a stranger's program
+        except Exception as error:  # noqa: BLE001 - a template is untrusted code
             answer = {"error": f"{type(error).__name__}: {error}"[:ERROR_CHARS]}
         signal.alarm(0)
         pipe.send_bytes(json.dumps(answer, ensure_ascii=False).encode(errors="replace"))

@@ -66,9 +66,9 @@ class ByteText:
         tokens = [BEGIN]
         for message in (*turns, *messages):
             calls = message.get("tool_calls")
-            said = message.get("content") or ""
-            said += json.dumps([call["function"] for call in calls]) if calls else ""
-            tokens += [*_bytes(f"{message['role']}:\n{said[:most]}\n"), END]
+            content = message.get("content") or ""
+            content += json.dumps([call["function"] for call in calls]) if calls else ""
+            tokens += [*_bytes(f"{message['role']}:\n{content[:most]}\n"), END]
             if len(tokens) > most:
                 break
         if variables.get(CONTINUES):
@@ -359,20 +359,20 @@ def _read(folder: Path) -> Any:
     return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
-def _open_end(text: str, said: str) -> str:
+def _open_end(text: str, message: str) -> str:
     """The rendered text without what the template writes after the last message."""
-    start = text.rfind(said) if said in text else text.rfind(said.strip())
-    if start < 0:
-        remedy = "Leave continue_final_message out."
-        raise AskError("the chat template changes the last message", remedy, "continue_final_message")
-    return text[: start + len(said if said in text else said.strip())]
+    for written in (message, message.strip()):
+        if (start := text.rfind(written)) >= 0:
+            return text[: start + len(written)]
+    remedy = "Leave continue_final_message out."
+    raise AskError("the chat template changes the last message", remedy, "continue_final_message")
 
 
-def _shown(said: str) -> str | list[dict[str, str]]:
+def _shown(content: str) -> str | list[dict[str, str]]:
     """Content of a turn; with pictures a list of parts, as templates expect it."""
-    if MARK not in said:
-        return said
-    parts = [[{"type": "image"}, {"type": "text", "text": text}] for text in said.split(MARK)]
+    if MARK not in content:
+        return content
+    parts = [[{"type": "image"}, {"type": "text", "text": text}] for text in content.split(MARK)]
     return [part for pair in parts for part in pair if part.get("text") != ""][1:]
 
 

@@ -26,7 +26,7 @@ from tessera.execute.rendezvous import Rendezvous
 from tessera.execute.stepper import DeviceStatus
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Step
-from tessera.serve.joining import ModelHere, keep_working
+from tessera.serve.joining import LocalModel, keep_working
 from tessera.serve.records import Ask
 from tessera.serve.service import Service
 from tessera.serve.text import ByteText
@@ -190,16 +190,16 @@ def test_a_machine_that_is_gone_is_planned_around_and_taken_in_again(
 def test_a_model_that_is_code_is_not_built() -> None:
     """The engine of another machine chooses no code on this one; a folder that is missing is named."""
     with pytest.raises(CaptureError, match="code to import"):
-        ModelHere()(Step("os:getcwd", "decode", 1, 8))
+        LocalModel()(Step("os:getcwd", "decode", 1, 8))
     with pytest.raises(CaptureError, match=r"no folder /nowhere/model on this machine"):
-        ModelHere()(Step("/nowhere/model", "decode", 1, 8))
+        LocalModel()(Step("/nowhere/model", "decode", 1, 8))
 
 
 def test_a_worker_that_is_refused_ends_with_the_reason(away: Away) -> None:
     """It does not call again and again; and the service does not notice."""
     with pytest.raises(MismatchError, match=r"another secret.*Use one --secret-file"):
         keep_working(
-            EngineAddress("127.0.0.1", away.gate.port, b"not the secret of this gate"), 1, ModelHere()
+            EngineAddress("127.0.0.1", away.gate.port, b"not the secret of this gate"), 1, LocalModel()
         )
     told = away.answers(some_asks(2, 1))
 
@@ -211,4 +211,4 @@ def test_a_worker_that_nobody_answers_says_so() -> None:
     gate = Rendezvous("127.0.0.1", 0, SECRET)
     gate.close()
     with pytest.raises(WorkerError, match="no engine answers"):
-        keep_working(EngineAddress("127.0.0.1", gate.port, SECRET), 1, ModelHere(), patience_s=0.0)
+        keep_working(EngineAddress("127.0.0.1", gate.port, SECRET), 1, LocalModel(), patience_s=0.0)

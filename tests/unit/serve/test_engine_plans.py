@@ -135,7 +135,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs are judged after a fifth of a second."""
     monkeypatch.setattr("tessera.serve.service.MIN_WINDOW_S", 0.2)
     monkeypatch.setattr("tessera.serve.service.COST_S", 0.2)
-    monkeypatch.setattr("tessera.serve.meters.LOOK_S", 0.05)
+    monkeypatch.setattr("tessera.serve.meters.SAMPLE_S", 0.05)
 
 
 def served_until(stepper: ToyStepper, planner: ToyPlanner, num_changes: int, limit_s: float) -> Any:
