@@ -17,8 +17,9 @@ Floats = npt.NDArray[np.float64]
 # At capacity there are 1 + NEXT times the requests of the curve's last point.
 NEXT = 0.5
 FLUID_STEPS = 8
-# (standard errors, weight): three-point Gauss-Hermite quadrature.
-NORMAL = ((-math.sqrt(3.0), 1 / 6), (0.0, 2 / 3), (math.sqrt(3.0), 1 / 6))
+MIDDLES = np.arange(FLUID_STEPS) + 0.5
+# Three-point Gauss-Hermite quadrature, in standard errors.
+ERRORS, WEIGHTS = math.sqrt(3.0) * np.array([-1.0, 0.0, 1.0]), np.array([1 / 6, 2 / 3, 1 / 6])
 # Load of a lone request, and the share of the capacity at which a curve ends.
 ALONE, ENOUGH = 1e-3, 0.99
 
@@ -65,34 +66,30 @@ class Capability:
         return np.array([0.0, *ascending, full]), np.array([0.0, *rates[is_new], self.capacity_per_s])
 
     def expected(self, rate_per_s: float, error_per_s: float, num_requests: float, window_s: float) -> float:
-        """Expected mean number of requests over a window.
-
-        The error of the load matters near the capacity, where a slightly higher load is much worse.
-        """
-        return sum(
-            weight * self._over(max(0.0, rate_per_s + errors * error_per_s), num_requests, window_s)
-            for errors, weight in NORMAL
-        )
-
-    def _over(self, rate_per_s: float, num_requests: float, window_s: float) -> float:
-        """Mean over a window that begins with `num_requests`, as a fluid.
+        """Expected mean number of requests over a window that begins with `num_requests`, as a fluid.
 
         The number moves towards the usual one (or grows without bound), at the rate of arrivals minus
-        completions.
+        completions. The error of the load matters near the capacity, where a slightly higher load is much
+        worse.
         """
-        end = self.usual(rate_per_s)
-        if rate_per_s >= self.capacity_per_s:
-            end = num_requests + (rate_per_s - self.served_per_s(num_requests)) * window_s
-        now, left_s, sum_s = num_requests, window_s, 0.0
-        step = (end - now) / FLUID_STEPS
-        for _ in range(FLUID_STEPS):
-            net = rate_per_s - self.served_per_s(now + step / 2)
-            if net * step <= 0.0 or left_s <= 0.0:
-                break
-            took_s = min(left_s, step / net)
-            sum_s += took_s * (now + net * took_s / 2)
-            now, left_s = now + net * took_s, left_s - took_s
-        return (sum_s + left_s * now) / window_s
+        loads = np.maximum(0.0, rate_per_s + ERRORS * error_per_s)
+        rates, _, numbers = self._columns
+        ends = np.interp(loads, rates, numbers)
+        if loads[-1] >= self.capacity_per_s:
+            growth = (loads - self.served_per_s(num_requests)) * window_s
+            ends = np.where(loads < self.capacity_per_s, ends, num_requests + growth)
+        # [load, step]
+        steps = (ends[:, None] - num_requests) / FLUID_STEPS
+        net = loads[:, None] - np.interp(num_requests + steps * MIDDLES, *self._by_number)
+        moves = np.logical_and.accumulate(net * steps > 0.0, axis=1)
+        took_s = np.divide(steps, net, out=np.zeros_like(net), where=moves)
+        begun_s = took_s.cumsum(axis=1) - took_s
+        took_s = np.minimum(took_s, np.maximum(0.0, window_s - begun_s))
+        grown = net * took_s
+        after = num_requests + grown.cumsum(axis=1)
+        sums_s = (took_s * (after - grown / 2)).sum(axis=1)
+        left_s = window_s - took_s.sum(axis=1)
+        return float(WEIGHTS @ (sums_s + left_s * after[:, -1])) / window_s
 
     def badness(self, rate_per_s: float) -> tuple[bool, float]:
         """Sort key; policies that sustain the load come first."""

@@ -164,7 +164,8 @@ class Controller(Generic[P]):
         self._submit(load, f"planned for {lengths}")
 
     def _choose(self, monitor: Monitor) -> None:
-        why = monitor.switch(self._system.now_s(), self._num_requests, self._system.switch_s())
+        switch_s = self._system.switch_s() if len(monitor.capabilities) > 1 else None
+        why = monitor.switch(self._system.now_s(), self._num_requests, switch_s)
         if why is not None:
             self._note(DecisionKind.SWITCH, why)
             self._system.switch(monitor.current)

@@ -157,6 +157,8 @@ class Monitor:
         """
         self.begin(now_s)
         load, error = self.load(now_s)
+        if len(self._policies) == 1:
+            return None
         now = self._policies[self.current]
         is_over = load - self._config.over_errors * error > now.capacity_per_s
         is_full = now.served_per_s(num_requests) >= now.capacity_per_s

@@ -63,6 +63,15 @@ def test_without_a_crossing_nothing_switches() -> None:
     assert all(arrive(monitor, t * 0.01, 3) is None for t in range(500))
 
 
+def test_a_single_policy_is_compared_with_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its load is measured all the same: a second policy may come."""
+    monkeypatch.setattr(Capability, "expected", None)
+    monitor = Monitor([QUICK])
+
+    assert [] == arrivals(monitor, 8.0, 400)
+    assert 8.0 == pytest.approx(monitor.load(50.0)[0], rel=0.2)
+
+
 def test_an_idle_system_starts_with_the_quick_policy() -> None:
     """Whatever the order in which policies are given."""
     assert "quick" == Monitor([WIDE, QUICK]).current
