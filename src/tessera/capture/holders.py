@@ -380,10 +380,18 @@ class _PySearch:
         for path, part in module.named_modules():
             self._seen[id(part)] = part
             where = _join(name, path)
+            if isinstance(part, torch.jit.ScriptModule):
+                self._look_script(where, part)
+                continue
             for held in (part._parameters, part._buffers):
                 for key in held:
                     self._add(_join(where, key), held, key)
             self._look_object(where, part, depth)
+
+    def _look_script(self, name: str, module: Any) -> None:
+        """TorchScript keeps attributes outside of Python."""
+        for key in torch._C.ConcreteModuleType.from_jit_type(module._c._type()).get_attributes():
+            self.values.append(PyValue(f"'{_join(name, key)}'", partial(module._c.getattr, key)))
 
     def _look_object(self, name: str, value: Any, depth: int) -> None:
         if not isinstance(value, torch.nn.Module) and type(value).__module__.partition(".")[0] in _CLOSED:

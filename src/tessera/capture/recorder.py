@@ -84,6 +84,15 @@ class Ledger:
         name = f"constant.{len(self.buffers)}"
         self._fill(self._add(tensor, Buffer(name, BufferKind.WEIGHT, size, operators.contents(tensor))))
 
+    def copy(self, buffer: int, tensor: torch.Tensor) -> Launch:
+        """Copies all bytes of a buffer to a new one, which becomes the tensor's."""
+        size, clone = self.buffers[buffer].size_bytes, torch.ops.aten.clone.default
+        to = self._add(tensor, Buffer(f"t{len(self.buffers)}", BufferKind.TEMPORARY, size))
+        source, copy = (View(index, "uint8", (size,), (1,)) for index in (buffer, to))
+        accesses = Access(buffer, Region(0, size), read=True), Access(to, Region(0, size), write=True)
+        kernel = self.kernel(Kernel(str(clone), Origin.ATEN, str(clone._schema)))
+        return Launch(kernel, (source,), (), (copy,), accesses)
+
     def generator(self, name: str) -> int:
         for index, buffer in enumerate(self.buffers):
             if buffer.name == name:
@@ -293,6 +302,8 @@ class Recorder(OperatorMode):
         self._aliases: Counter[str] = Counter()
         self._varying_kinds, self._varying = varying, set[int]()
         self._contexts = ExitStack()
+        # Constants that the call itself makes of Python values.
+        self._made = set[int]()
         self.places: list[str] = []
 
     def __enter__(self) -> Self:
@@ -339,9 +350,15 @@ class Recorder(OperatorMode):
             args, kwargs = tree_map_only(torch.Tensor, self._resolved, (args, kwargs))
             inputs = _tensors((args, kwargs))
         operators.check_operator(func, args, kwargs, self.varies)
+        for _, value, is_write in operators.arguments(func._schema, args, kwargs) if self._made else ():
+            for tensor in _tensors(value) if is_write else ():
+                self._unshare(tensor)
+        is_made = func is torch.ops.aten.lift_fresh.default and self._ledger.find(args[0]) is None
         generator = generator_of(func, args, kwargs)
         named = tuple((k, self._ledger.arg(v, self._argument)) for k, v in kwargs.items())
         recorded = tuple(self._ledger.arg(a, self._argument) for a in args), named
+        if is_made:
+            self._made.add(self._ledger.index(args[0]))
         if generator:
             self._draws.before(generator)
         result = self._execute(func, args, kwargs, recorded)
@@ -358,6 +375,12 @@ class Recorder(OperatorMode):
             self._num_views += 1
             self._note_alias(func, results)
         return result
+
+    def _unshare(self, tensor: torch.Tensor) -> None:
+        """What a call makes of Python values and then writes is a copy of the constant."""
+        buffer = self._ledger.find(tensor)
+        if buffer in self._made and buffer is not None and self._ledger.buffers[buffer].constant_hex:
+            self._add_launch(self._ledger.copy(buffer, tensor))
 
     def _resolved(self, tensor: torch.Tensor) -> Any:
         """A launch on bytes that makes the values which a flag stands for."""

@@ -1,5 +1,6 @@
 """Capture of any callable: what is an input, a weight, a state and an output, found without help."""
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -146,6 +147,58 @@ def test_a_part_of_a_cache_is_written_in_place() -> None:
 
     assert torch.equal(expected, whole)
     assert ["cache"] == by_kind(record(step), BufferKind.STATE)
+
+
+def test_a_constant_that_the_call_makes_and_writes_is_made_anew() -> None:
+    """Every call writes a copy; the same values elsewhere stay as they are."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        made, other = torch.tensor([1.0, 2, 3]), torch.tensor([1.0, 2, 3])
+        part = made[1:]
+        made.add_(x)
+        return part.sum() * other
+
+    step = workload(fn, torch.ones(3))
+    run = InOrder([record(step)], {}, torch.device("cpu"))
+    for x in (torch.ones(3), torch.arange(3.0)):
+        assert torch.equal(fn(x), run(0, {"x": x}, {})["output"])
+
+
+class Scripted(torch.nn.Module):
+    """A buffer that is changed in place, and a number."""
+
+    total: torch.Tensor
+    calls: int
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.fc = torch.nn.Linear(4, 4)
+        self.counts, self.calls = counts, 0
+        self.register_buffer("total", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.total += x.sum(0)
+        if self.counts:
+            self.calls += 1
+        return self.fc(x) + self.total if self.calls < 1000 else x
+
+
+def test_a_module_of_torchscript_is_captured() -> None:
+    """Its parameters are weights, its buffers state."""
+    torch.manual_seed(0)
+    module = torch.jit.script(Scripted(counts=False))
+    x, expected = torch.randn(2, 4), torch.jit.script(copy.deepcopy(module))
+    step = workload(module, x)
+
+    assert torch.equal(expected(x), rerun(step, x))
+    assert torch.equal(expected(x), rerun(step, x))
+    assert {"fc.weight", "fc.bias"} == set(by_kind(record(step), BufferKind.WEIGHT))
+
+
+def test_a_number_that_torchscript_counts_is_refused() -> None:
+    """Its attributes are Python state too, though no Python object holds them."""
+    with pytest.raises(CaptureError, match=r"the call changes 'calls'"):
+        tessera.capture(torch.jit.script(Scripted(counts=True)), torch.randn(2, 4))
 
 
 def test_arguments_that_share_memory_are_one_buffer() -> None:
