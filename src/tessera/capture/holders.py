@@ -390,7 +390,8 @@ class _PySearch:
 
     def _look_script(self, name: str, module: Any) -> None:
         """TorchScript keeps attributes outside of Python."""
-        for key in torch._C.ConcreteModuleType.from_jit_type(module._c._type()).get_attributes():
+        kind: Any = torch._C.ConcreteModuleType.from_jit_type(module._c._type())
+        for key in kind.get_attributes():
             self.values.append(PyValue(f"'{_join(name, key)}'", partial(module._c.getattr, key)))
 
     def _look_object(self, name: str, value: Any, depth: int) -> None:
