@@ -24,7 +24,7 @@ from torch.utils._mode_utils import no_dispatch
 from tessera.capture import blocks, rng
 from tessera.capture.blocks import BlockPart, MemoryBlock
 from tessera.capture.fxgraph import GraphStep
-from tessera.capture.holders import Before, Held, PyValue, find, line_that_changes, python_state, root
+from tessera.capture.holders import Before, Finder, Held, PyState, PyValue, line_that_changes, root
 from tessera.capture.operators import check_resolved, check_tensor, is_lazy
 from tessera.capture.own import standing_for
 from tessera.capture.reads import traced
@@ -75,7 +75,7 @@ class FunctionCall:
         named, self._spec = blocks.flatten(fn, args, kwargs)
         self._places = [i for i, (_, leaf) in enumerate(named) if isinstance(leaf, torch.Tensor)]
         self._fixed = [TENSOR if isinstance(leaf, torch.Tensor) else leaf for _, leaf in named]
-        finder = find(fn, named)
+        finder = Finder(fn, named)
         self._held = finder.tensors
         self.module = root(finder.modules)
         self._num_args = len(self._places)
@@ -117,8 +117,8 @@ class FunctionCall:
                 blocks.raw(self._examples[name], 0, saved.numel()).copy_(saved)
         self.generators = sorted(watch.generators)
         # Dynamo guards its own graphs.
-        is_graph = isinstance(self.fn, GraphStep)
-        self._kept = None if is_graph else Before(python_state(*self.roots).without_tensors)
+        values = [] if isinstance(self.fn, GraphStep) else PyState(*self.roots).values
+        self._kept = Before([v for v in values if not isinstance(v.read(), torch.Tensor)])
         self._sort(watch)
         self._shape_results(result, keys)
 
@@ -128,7 +128,7 @@ class FunctionCall:
         replaceable = {h.name for h in grads if blocks.storage_key(h.tensor) not in touched}
         before = {h.name: h.tensor for h in self._held}
         before |= {name: leaf for name, leaf in named if isinstance(leaf, torch.Tensor)}
-        after = {h.name: h.tensor for h in find(self.fn, named).tensors}
+        after = {h.name: h.tensor for h in Finder(self.fn, named).tensors}
         again, _ = blocks.flatten(self.fn, *arguments)
         after |= {name: leaf for name, leaf in again if isinstance(leaf, torch.Tensor)}
         for name in [*before, *after]:
@@ -244,7 +244,7 @@ class FunctionCall:
             raise MismatchError(
                 "these arguments are laid out differently from those of the capture", "Capture again."
             )
-        changed = self._kept.changed() if self._kept is not None else None
+        changed = self._kept.changed()
         if changed is not None:
             raise MismatchError(f"{changed.name} is not what it was at the capture", "Capture again.")
         inputs, state = (

@@ -1,4 +1,4 @@
-"""What a callable holds: tensors (`find`) and Python state (`python_state`).
+"""What a callable holds: tensors (`Finder`) and Python state (`PyState`).
 
 Tensors are searched in modules, bound objects, closures, globals of the function's file, `functools.partial`,
 plain objects and containers. A tensor without a holder (a closure's variable, a tuple) can be read but not
@@ -9,7 +9,6 @@ Python state that every call changes is refused with its line. Not searched: mem
 other processes.
 """
 
-import dataclasses
 import dis
 import functools
 import itertools
@@ -75,13 +74,22 @@ class GradOf:
 
 
 class Finder:
-    def __init__(self) -> None:
+    """Tensors, modules and optimisers of a callable and its arguments."""
+
+    def __init__(self, fn: Callable[..., Any], named: Sequence[tuple[str, Any]]) -> None:
         self.tensors: list[Held] = []
         self.modules: dict[str, torch.nn.Module] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self._seen: dict[int, Any] = {}  # keeps ids from being reused
+        self._look("", fn)
+        for name, leaf in named:
+            if isinstance(leaf, torch.Tensor):
+                self._look_at_grad(name, leaf)
+            else:
+                self._look(name, leaf)
+        self._look_at_optimizers()
 
-    def look(self, name: str, value: Any, holder: Any = None, key: Any = None, depth: int = 0) -> None:
+    def _look(self, name: str, value: Any, holder: Any = None, key: Any = None, depth: int = 0) -> None:
         if isinstance(value, torch.Tensor):
             self._hold(name, value, holder, key)
             return
@@ -95,16 +103,16 @@ class Finder:
             self._look_module(name, value)
             return
         for word, item, place, at in items_of(value):
-            self.look(_join(name, word), item, place, at, depth + 1)
+            self._look(_join(name, word), item, place, at, depth + 1)
 
-    def look_at_optimizers(self) -> None:
+    def _look_at_optimizers(self) -> None:
         for name, optimizer in self.optimizers.items():
             for i, group in enumerate(optimizer.param_groups):
-                self.look(_join(name, f"group.{i}"), group)
+                self._look(_join(name, f"group.{i}"), group)
             for i, kept in enumerate(optimizer.state.values()):
-                self.look(_join(name, f"state.{i}"), kept)
+                self._look(_join(name, f"state.{i}"), kept)
 
-    def look_at_grad(self, name: str, tensor: torch.Tensor) -> None:
+    def _look_at_grad(self, name: str, tensor: torch.Tensor) -> None:
         if tensor.is_leaf and tensor.grad is not None and id(tensor) not in self._seen:
             self._seen[id(tensor)] = tensor
             self.tensors.append(Held(f"{name}.grad", tensor.grad, GradOf(tensor), "grad"))
@@ -114,7 +122,7 @@ class Finder:
             self.tensors += [Held(part, inner) for part, inner in parts(name, tensor)]
             return
         self.tensors.append(Held(name, tensor, holder, key))
-        self.look_at_grad(name, tensor)
+        self._look_at_grad(name, tensor)
 
     def _look_module(self, name: str, module: torch.nn.Module) -> None:
         root = name.replace(".", "_")
@@ -187,59 +195,18 @@ def root(modules: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
     return root
 
 
-def find(fn: Callable[..., Any], named: Sequence[tuple[str, Any]]) -> Finder:
-    finder = Finder()
-    finder.look("", fn)
-    for name, leaf in named:
-        if isinstance(leaf, torch.Tensor):
-            finder.look_at_grad(name, leaf)
-        else:
-            finder.look(name, leaf)
-    finder.look_at_optimizers()
-    return finder
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class PyValue:
     name: str
     read: Callable[[], Any]
-    # Belongs to the process, not the program.
-    is_global: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PyState:
-    values: list[PyValue]
-    arrays: list[tuple[str, np.ndarray[Any, Any]]]
-
-    @property
-    def without_tensors(self) -> list[PyValue]:
-        return [v for v in self.values if not v.is_global and not isinstance(v.read(), torch.Tensor)]
-
-    def refuse_shared(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Refuses arrays over the memory of varying tensors: reads through them are invisible."""
-        bounds = {name: _bounds(tensor) for name, tensor in tensors.items()}
-        for name, array in self.arrays:
-            start, stop = np.lib.array_utils.byte_bounds(array)
-            shared = next((n for n, (low, high) in bounds.items() if start < high and low < stop), None)
-            if shared is not None:
-                fail(
-                    f"'{name}' is a NumPy array over the memory of '{shared}', and reading it is not seen",
-                    "Compute with the tensor, or make the array of a copy.",
-                    "",
-                )
-
-
-def python_state(*roots: Any) -> PyState:
-    search = _PySearch()
-    for root in roots:
-        search.look("", root, 0)
-    numbers = [
-        PyValue("Python's random numbers", random.getstate, is_global=True),
-        PyValue("NumPy's random numbers", lambda: np.random.get_state(legacy=False), is_global=True),
-        PyValue("the environment", lambda: dict(os.environ), is_global=True),
-    ]
-    return PyState([*search.values, *numbers], search.arrays)
+# Values of the process, not of the program.
+PROCESS_VALUES = (
+    PyValue("Python's random numbers", random.getstate),
+    PyValue("NumPy's random numbers", lambda: np.random.get_state(legacy=False)),
+    PyValue("the environment", lambda: dict(os.environ)),
+)
 
 
 def _bounds(tensor: torch.Tensor) -> tuple[int, int]:
@@ -345,13 +312,30 @@ def _place_in(iterator: Iterator[Any]) -> str:
             return ""
 
 
-class _PySearch:
-    def __init__(self) -> None:
+class PyState:
+    """Python values that are reached from some roots."""
+
+    def __init__(self, *roots: Any) -> None:
         self.values: list[PyValue] = []
         self.arrays: list[tuple[str, np.ndarray[Any, Any]]] = []
         self._seen: dict[int, Any] = {}  # keeps ids from being reused
+        for root in roots:
+            self._look("", root, 0)
 
-    def look(self, name: str, value: Any, depth: int) -> None:
+    def refuse_shared(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Refuses arrays over the memory of varying tensors: reads through them are invisible."""
+        bounds = {name: _bounds(tensor) for name, tensor in tensors.items()}
+        for name, array in self.arrays:
+            start, stop = np.lib.array_utils.byte_bounds(array)
+            shared = next((n for n, (low, high) in bounds.items() if start < high and low < stop), None)
+            if shared is not None:
+                fail(
+                    f"'{name}' is a NumPy array over the memory of '{shared}', and reading it is not seen",
+                    "Compute with the tensor, or make the array of a copy.",
+                    "",
+                )
+
+    def _look(self, name: str, value: Any, depth: int) -> None:
         if depth > MAX_DEPTH or isinstance(value, _LEAVES):
             return
         if id(value) in self._seen or len(self.values) > MAX_VALUES:
@@ -372,7 +356,7 @@ class _PySearch:
             self._look_function(name, value, depth)
         elif isinstance(value, dict | list | tuple | set | frozenset | deque | types.MethodType):
             for word, item, *_ in items_of(value):
-                self.look(_join(name, word), item, depth + 1)
+                self._look(_join(name, word), item, depth + 1)
         elif not isinstance(value, type):
             self._look_object(name, value, depth)
 
@@ -404,7 +388,7 @@ class _PySearch:
         for key in list(held):
             if not isinstance(value, torch.nn.Module) or key not in _TORCHS:
                 self._add(_join(name, key), held, key)
-                self.look(_join(name, key), held[key], depth + 1)
+                self._look(_join(name, key), held[key], depth + 1)
         for kind in type(value).__mro__:
             self._look_class(kind, value, name, depth)
 
@@ -416,7 +400,7 @@ class _PySearch:
         self._seen[id(kind)] = kind
         for key, item in list(vars(kind).items()):
             if isinstance(item, types.FunctionType):
-                self.look(kind.__name__, item, depth + 1)
+                self._look(kind.__name__, item, depth + 1)
             elif not key.startswith("__") and _is_data(item):
                 self._add(f"{kind.__name__}.{key}", vars(kind), key)
 
@@ -443,7 +427,7 @@ class _PySearch:
         elif isinstance(value, types.FunctionType):
             is_own = is_users(value.__code__.co_filename)
         if _is_data(value) or is_own:
-            self.look(name, value, depth + 1)
+            self._look(name, value, depth + 1)
 
     def _look_file(self, module: types.ModuleType) -> None:
         if id(module) not in self._seen:

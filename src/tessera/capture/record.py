@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tessera.capture import fake
 from tessera.capture.fake import uncollected
 from tessera.capture.function import workload as workload_of
-from tessera.capture.holders import Before, python_state, refuse_change
+from tessera.capture.holders import PROCESS_VALUES, Before, PyState, refuse_change
 from tessera.capture.models import another, build, known_models
 from tessera.capture.operators import fail
 from tessera.capture.reads import calls_refused
@@ -83,14 +83,15 @@ class Recordings:
     def agreed(self) -> Trace:
         """Refuses a step that changes between calls."""
         first, _ = self.once(0)
-        held = python_state(*self.workload.roots)
-        held.refuse_shared(self.workload.changing())
-        kept = Before(held.values)
+        state = PyState(*self.workload.roots)
+        state.refuse_shared(self.workload.changing())
+        values = [*state.values, *PROCESS_VALUES]
+        kept = Before(values)
         second, _ = self.once(1)
         changed = kept.changed()
         if changed is None and first == second:
             return first
-        kept = Before(held.values)
+        kept = Before(values)
         third, places = self.once(2)
         changed = kept.changed()
         if changed is not None:
