@@ -99,8 +99,7 @@ def _without_caches() -> Iterator[None]:
             function.cache_clear()
 
 
-@contextlib.contextmanager
-def _interface(card: SimpleNamespace) -> Iterator[None]:
+def _interface(card: SimpleNamespace) -> contextlib.AbstractContextManager[Any]:
     from torch._dynamo import device_interface
 
     methods: dict[str, Callable[..., Any]] = {
@@ -115,8 +114,7 @@ def _interface(card: SimpleNamespace) -> Iterator[None]:
     real = device_interface.get_interface_for_device("cuda")
     interface = type("Interface", (real,), {name: staticmethod(method) for name, method in methods.items()})
     table = device_interface.device_interfaces
-    with unittest.mock.patch.dict(table, {n: interface for n in table if n.split(":")[0] == "cuda"}):
-        yield
+    return unittest.mock.patch.dict(table, {n: interface for n in table if n.split(":")[0] == "cuda"})
 
 
 def _replacements(card: SimpleNamespace) -> list[tuple[Any, str, Any]]:

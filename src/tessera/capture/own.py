@@ -79,8 +79,7 @@ class OwnLaunch:
         return [t for arg in self.args for t in tensors_in(arg)]
 
 
-@contextlib.contextmanager
-def inductor_launches(see: Callable[[OwnLaunch], None]) -> Iterator[None]:
+def inductor_launches(see: Callable[[OwnLaunch], None]) -> contextlib.AbstractContextManager[Any]:
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     original: Any = CachingAutotuner.run
@@ -91,8 +90,7 @@ def inductor_launches(see: Callable[[OwnLaunch], None]) -> Iterator[None]:
             see(_from_autotuner(self, args))
         return result
 
-    with unittest.mock.patch.object(CachingAutotuner, "run", run):
-        yield
+    return unittest.mock.patch.object(CachingAutotuner, "run", run)
 
 
 def _from_autotuner(tuner: Any, args: tuple[Any, ...]) -> OwnLaunch:
@@ -297,8 +295,7 @@ def inside_operator() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _unknown_refused() -> Iterator[None]:
+def _unknown_refused() -> contextlib.AbstractContextManager[Any]:
     """Accesses of kernels that torch compiled by NVRTC are unknown."""
     from torch.cuda import _utils
 
@@ -306,22 +303,18 @@ def _unknown_refused() -> Iterator[None]:
         message = "a kernel of torch.cuda._compile_kernel is launched, whose code is not kept"
         fail(message, "Make it with tessera.CudaKernel(source, name).")
 
-    with unittest.mock.patch.object(_utils._CudaKernel, "__call__", refuse):
-        yield
+    return unittest.mock.patch.object(_utils._CudaKernel, "__call__", refuse)
 
 
 # (original, replacement).
-_moved: list[tuple[torch.Tensor, torch.Tensor]] = []
+_moved: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 
 
-@contextlib.contextmanager
-def standing_for(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+def standing_for(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> contextlib.AbstractContextManager[Any]:
     """An address in the first of a pair means the same place in the second."""
-    _moved.extend(pairs)
-    try:
-        yield
-    finally:
-        del _moved[len(_moved) - len(pairs) :]
+    return unittest.mock.patch(f"{__name__}._moved", [*_moved, *pairs])
 
 
 def read_table(table: torch.Tensor) -> tuple[torch.Tensor | int, ...] | str:

@@ -199,7 +199,6 @@ class Scopes:
     def __init__(self, module: torch.nn.Module) -> None:
         self._names = {id(m): name for name, m in module.named_modules()}
         self._stack: list[str] = []
-        self._hooks = ExitStack()
         self._by_number: dict[int, str] = {}
 
     @property
@@ -214,18 +213,10 @@ class Scopes:
             self._by_number.setdefault(torch._C._autograd._get_sequence_nr() - 1, self.current)
         return self.current
 
-    def __enter__(self) -> "Scopes":
-        self._hooks.callback(register_module_forward_pre_hook(self._enter).remove)
-        self._hooks.callback(register_module_forward_hook(self._leave, always_call=True).remove)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._hooks.close()
-
-    def _enter(self, module: torch.nn.Module, _: Any) -> None:
+    def enter(self, module: torch.nn.Module, _: Any) -> None:
         self._stack.append(self._names.get(id(module), self.current))
 
-    def _leave(self, module: torch.nn.Module, _: Any, __: Any) -> None:
+    def leave(self, module: torch.nn.Module, _: Any, __: Any) -> None:
         self._stack.pop()
 
 
@@ -310,7 +301,8 @@ class Recorder(OperatorMode):
         self._contexts.enter_context(operators.insisting())
         self._contexts.enter_context(own_launches(self.own_launch))
         self._contexts.enter_context(reads_refused(self.varies))
-        self._contexts.enter_context(self._scopes)
+        self._contexts.enter_context(register_module_forward_pre_hook(self._scopes.enter))
+        self._contexts.enter_context(register_module_forward_hook(self._scopes.leave, always_call=True))
         return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:

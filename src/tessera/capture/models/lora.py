@@ -9,8 +9,9 @@ settings that are not known, adapted embeddings, heads, experts and layers that 
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -41,12 +42,12 @@ DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 MERGE = "Merge it into its base model (peft: merge_and_unload), and serve that folder."
 
 
+@dataclass
 class AdapterChoice:
-    def __init__(self, num: int, paths: Iterable[str]) -> None:
-        self.num = num
-        self.rows: torch.Tensor | None = None
-        # Layers that no call has used.
-        self.idle = set(paths)
+    num: int
+    # Layers that no call has used.
+    idle: set[str]
+    rows: torch.Tensor | None = None
 
 
 class AdaptedLinear(torch.nn.Module):
@@ -102,7 +103,7 @@ def add_adapters(model: Any, folders: Sequence[str]) -> None:
     """Puts adapters beside their layers; folder i is adapter i + 1."""
     adapters = [_read(Path(folder)) for folder in folders]
     paths = dict.fromkeys(path for adapter in adapters for path in adapter)
-    choice = model.adapter_choice = AdapterChoice(len(adapters), paths)
+    choice = model.adapter_choice = AdapterChoice(len(adapters), set(paths))
     for path in paths:
         place = next(folder for folder, adapter in zip(folders, adapters, strict=True) if path in adapter)
         base = _layer(model, path, place)

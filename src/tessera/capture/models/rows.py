@@ -197,8 +197,7 @@ def additive(barred: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return mask.masked_fill_(barred, float("-inf"))
 
 
-@contextmanager
-def row_masks() -> Iterator[None]:
+def row_masks() -> AbstractContextManager[Any]:
     mapping = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
 
     def choose(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -209,8 +208,7 @@ def row_masks() -> Iterator[None]:
 
         return make
 
-    with patch.dict(mapping._local_mapping, {name: choose(mapping[name]) for name in mapping}):
-        yield
+    return patch.dict(mapping._local_mapping, {name: choose(mapping[name]) for name in mapping})
 
 
 def latent_modules(model: torch.nn.Module) -> list[Any]:
