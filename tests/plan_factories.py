@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tessera import ir
+from tessera.plan.arrays import Labels
+from tessera.plan.pricing.pricer import Prices
+from tessera.plan.problem import Problem
 
 MiB = 1 << 20
 # Producer, readers, bytes.
@@ -199,3 +202,15 @@ class Told:
         return self.per_s(plan)
 
     quick = settled = __call__
+
+
+def priced(problem: Problem, prices: Prices, labels: Labels) -> float:
+    """Cost of a placement."""
+    node_us = problem.load_us[np.arange(problem.num_nodes), labels]
+    cost = float(((prices.device + prices.path)[labels] * node_us).sum())
+    move = prices.link * problem.wire_us + prices.path * problem.transfer_us
+    cost += float(move[problem.crossings(labels)].sum())
+    if prices.memory is not None:
+        held = problem.resident(prices.microbatches).bytes_on(labels, problem.num_devices)
+        cost += float(prices.memory @ held)
+    return cost

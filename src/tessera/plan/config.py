@@ -30,10 +30,10 @@ class SearchConfig:
     # Up to so many choices (nodes x devices) a MILP is solved.
     few_choices: int = 32
 
-    # In `elimination`: 128 KB fit in cache; exact for transformers on four devices.
+    # Of a table of `Elimination`: 128 KB fit in cache, exact for transformers on four devices; with memory
+    # prices, whose bound is not used.
     max_entries: int = 16_384
-    max_sweeps: int = 6
-    exact: float = 1e-6
+    max_memory_entries: int = 1024
     # Pairings of equal devices per placement.
     max_pairings: int = 16
 

@@ -5,42 +5,39 @@ from itertools import product
 import numpy as np
 import pytest
 
-from plan_factories import chain, layered_case, make_cluster, make_costs, make_unit, random_case
+from plan_factories import chain, layered_case, make_cluster, make_costs, make_unit, priced, random_case
 from tessera import ir
 from tessera.plan import PlanConfig, solve
 from tessera.plan.config import SearchConfig
 from tessera.plan.pricing.milp import best_placement
-from tessera.plan.pricing.pricer import PricedChoices, Pricer, Prices
+from tessera.plan.pricing.pricer import Pricer, Prices
 from tessera.plan.problem import Problem, build, kinds_of
 from tessera.plan.search.task import Task
 
 
-def some_prices(problem: Problem, seed: int) -> tuple[Prices, PricedChoices]:
-    """Prices for all that can be priced, and the choices they make."""
+def some_prices(problem: Problem, seed: int) -> Prices:
+    """Prices for all that can be priced."""
     rng = np.random.default_rng(seed)
     num = problem.num_devices
-    prices = Prices(rng.uniform(0.1, 1, num), rng.uniform(0, 1, (num, num)), 0.2)
-    own = (prices.device + prices.path) * problem.load_us
-    move = prices.link * problem.wire_us + prices.path * problem.transfer_us
-    return prices, PricedChoices(own, move)
+    return Prices(rng.uniform(0.1, 1, num), rng.uniform(0, 1, (num, num)), 0.2)
 
 
-def cheapest(problem: Problem, choices: PricedChoices) -> float:
+def cheapest(problem: Problem, prices: Prices) -> float:
     """By trying every placement."""
     every = product(range(problem.num_devices), repeat=problem.num_nodes)
-    return min(choices.cost(problem, np.array(labels)) for labels in every)
+    return min(priced(problem, prices, np.array(labels)) for labels in every)
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_three_devices_are_priced_exactly(seed: int) -> None:
     """On narrow graphs elimination finds the cheapest placement, and its bound is that cost."""
     problem = build(*random_case(seed, num=3, devices=3))
-    prices, choices = some_prices(problem, seed)
+    prices = some_prices(problem, seed)
 
     labels, bound = Pricer(problem).cheapest(prices)
 
-    best = cheapest(problem, choices)
-    assert choices.cost(problem, labels) == pytest.approx(best)
+    best = cheapest(problem, prices)
+    assert priced(problem, prices, labels) == pytest.approx(best)
     assert bound == pytest.approx(best)
 
 
@@ -48,13 +45,13 @@ def test_three_devices_are_priced_exactly(seed: int) -> None:
 def test_split_buckets_still_give_a_bound(seed: int) -> None:
     """With tables too small for the graph the bound is at most the cheapest cost, and not absurdly low."""
     problem = build(*random_case(seed, num=4, devices=3))
-    prices, choices = some_prices(problem, seed)
+    prices = some_prices(problem, seed)
 
     labels, bound = Pricer(problem, SearchConfig(max_entries=27)).cheapest(prices)
 
-    best = cheapest(problem, choices)
+    best = cheapest(problem, prices)
     assert 0.5 * best < bound <= best * (1 + 1e-9)
-    assert choices.cost(problem, labels) >= best * (1 - 1e-9)
+    assert priced(problem, prices, labels) >= best * (1 - 1e-9)
 
 
 def alike_case(counts: tuple[int, int]) -> tuple[ir.WorkUnit, tuple[ir.Costs, ...], ir.Cluster]:

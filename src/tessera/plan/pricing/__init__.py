@@ -1,3 +1,3 @@
-"""Pricing: the linear program over placements (`throughput`), the cheapest placement at its prices (`pricer`,
-`elimination`), and mixed-integer programs (`milp`).
+"""Pricing: the linear program over placements (`throughput`), the cheapest placement at its prices
+(`pricer`), and mixed-integer programs (`milp`).
 """

@@ -115,9 +115,7 @@ class Pool:
 
     def price(self, prices: Prices) -> tuple[Column, float]:
         """The cheapest placement, and its lower bound per work unit."""
-        cost = _costs(self.columns, prices) if self.columns else np.zeros(0)
-        starts = [self.columns[i].labels for i in np.argsort(cost)[:2]]
-        labels, bound = self.pricer.cheapest(prices, starts)
+        labels, bound = self.pricer.cheapest(prices)
         return self.problem.column(labels), bound
 
     def fitting(self, microbatches: int) -> Column:
