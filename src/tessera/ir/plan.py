@@ -28,6 +28,14 @@ class Objective(StrEnum):
     COST = "cost"  # work per dollar
     ENERGY = "energy"  # work per joule
 
+    def figure(self, per_s: float, usd_per_hour: float | None, joules: float | None) -> float:
+        """Work per dollar or joule, zero if unknown; else work per second."""
+        if self is Objective.COST:
+            return per_s / usd_per_hour if usd_per_hour else 0.0
+        if self is Objective.ENERGY:
+            return 1.0 / joules if joules else 0.0
+        return per_s
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:

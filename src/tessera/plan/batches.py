@@ -19,7 +19,7 @@ from tessera.plan.comparison import Comparison, Option, times_text
 from tessera.plan.config import QUICK
 from tessera.plan.problem import Cells, build, cluster_of, costs_on, kinds_of, partitions
 from tessera.plan.search.task import Simulator
-from tessera.plan.solve import PlanConfig, baselines, solve
+from tessera.plan.solve import PlanConfig, solve, task_of
 
 # First batches, and factors around the best one by round.
 BATCHES = tuple(2 * 4**n for n in range(6))
@@ -210,8 +210,8 @@ class BatchSearch:
         if (batch, depth) not in self._coarse:
             unit, costs = self.unit_at(batch)
             config = replace(self.config, search=QUICK, microbatches=depth)
-            rated = baselines(unit, costs, self.cluster, config, self.simulate())
-            self._coarse[batch, depth] = self._options(unit, costs, rated)
+            task = task_of(unit, costs, self.cluster, config, self.simulate())
+            self._coarse[batch, depth] = self._options(unit, costs, task.baselines)
         return self._coarse[batch, depth]
 
     def copies(self, batches: Sequence[int]) -> list[Option]:

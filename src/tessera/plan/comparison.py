@@ -28,11 +28,7 @@ class Option:
         return None if self.usd_per_hour is None else self.usd_per_hour * 1e6 / 3600 / self.tokens_per_s
 
     def figure(self, objective: Objective) -> float:
-        if objective is Objective.COST:
-            return 1.0 / self.usd_per_million_tokens if self.usd_per_million_tokens else 0.0
-        if objective is Objective.ENERGY:
-            return 1.0 / self.joules_per_token if self.joules_per_token else 0.0
-        return self.tokens_per_s
+        return objective.figure(self.tokens_per_s, self.usd_per_hour, self.joules_per_token)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ optimum. Not handled: buses; there every device is its own kind.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from math import gcd, lcm, prod
@@ -28,26 +28,23 @@ MESSAGE_US = 1.0
 # Price changes in `spread_us`.
 SPREAD_ROUNDS = 39
 
-MixKey = tuple[tuple[bytes, ...], tuple[float, ...], tuple[int, ...]]
 # Devices of each copy of a part.
 Cells = tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Column:
-    labels: Labels
+    # Bytes of the labels: columns with equal labels are equal.
+    key: bytes
+    labels: Labels = field(compare=False)
     # Devices, then links (row-major, source first).
-    busy_us: Floats
+    busy_us: Floats = field(compare=False)
     # Launches and transfers in sequence, with latencies.
-    path_us: float
-    num_messages: float
-
-    @cached_property
-    def key(self) -> bytes:
-        return self.labels.tobytes()
+    path_us: float = field(compare=False)
+    num_messages: float = field(compare=False)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Mix:
     """Shares sum to one."""
 
@@ -60,10 +57,6 @@ class Mix:
     def busy_us(self) -> Floats:
         rows = np.array([c.busy_us for c in self.columns])
         return np.asarray(np.array(self.shares) @ rows, dtype=np.float64)
-
-    @cached_property
-    def key(self) -> MixKey:
-        return tuple(c.key for c in self.columns), self.shares, self.microbatches
 
     @cached_property
     def devices(self) -> tuple[int, ...]:
@@ -157,7 +150,7 @@ class Problem:
         links = np.bincount(rows, weights=self.wire_us[value, src, dst], minlength=num * num)
         busy = np.concatenate([np.bincount(labels, weights=node_us, minlength=num), links])
         path = float(node_us.sum() + self.transfer_us[value, src, dst].sum())
-        return Column(labels, busy, path, float(self.values.runs[value].sum()))
+        return Column(labels.tobytes(), labels, busy, path, float(self.values.runs[value].sum()))
 
     def alone(self, device: int) -> Column:
         return self.column(np.full(self.num_nodes, device, dtype=np.int64))
@@ -195,16 +188,16 @@ class Problem:
         held = np.zeros((len(self.weights.num_bytes), num), dtype=np.bool_)
         each: list[Floats] = []
         for column in columns:
-            if column.key not in self._held:
+            if column not in self._held:
                 present = self.weights.present(column.labels, num)
-                self._held[column.key] = present, self.microbatch_bytes(column.labels)
-            present, per_microbatch = self._held[column.key]
+                self._held[column] = present, self.microbatch_bytes(column.labels)
+            present, per_microbatch = self._held[column]
             held |= present
             each.append(per_microbatch)
         return np.asarray(self.weights.num_bytes @ held, dtype=np.float64), np.array(each).reshape(-1, num)
 
     @cached_property
-    def _held(self) -> dict[bytes, tuple[Bools, Floats]]:
+    def _held(self) -> dict[Column, tuple[Bools, Floats]]:
         return {}
 
     def resident(self, microbatches: float, tilt: float = 0.0) -> Holdings:

@@ -108,46 +108,26 @@ def solve(
         raise PlanInfeasible(f"{most} requests in flight do no work", "Give at least one (--microbatches).")
     planner_named(config.planner)
     check_constraints(unit, config.constraints)
-    task = _task(unit, costs, cluster, config, simulate)
+    task, objective = task_of(unit, costs, cluster, config, simulate), config.objective
     plans = [decide(task, config.shown_microbatches)]
-    if task.pool.is_tight and config.objective is not ir.Objective.LATENCY:
+    if task.pool.is_tight and objective is not ir.Objective.LATENCY:
         fewer = [num for num in config.search.fewer_microbatches if num < most]
         plans += [decide(replace(task, microbatches=num), config.shown_microbatches) for num in fewer]
-    return max(plans, key=lambda plan: objective_figure(plan, config.objective))
+    return max(plans, key=lambda x: objective.figure(x.simulated_per_s, x.usd_per_hour, x.joules_per_unit))
 
 
-def baselines(
+def task_of(
     unit: ir.WorkUnit,
     costs: tuple[ir.Costs, ...],
     cluster: ir.Cluster,
     config: PlanConfig,
     simulate: Simulator | None = None,
-) -> tuple[ir.Baseline, ...]:
-    return _task(unit, costs, cluster, config, simulate).baselines
-
-
-def _task(
-    unit: ir.WorkUnit,
-    costs: tuple[ir.Costs, ...],
-    cluster: ir.Cluster,
-    config: PlanConfig,
-    simulate: Simulator | None,
 ) -> Task:
     problem = build(unit, costs, cluster, config.constraints, config.memory_share)
     is_served = config.is_served or unit.is_served
     return Task(
         problem, config.microbatches, simulate, is_served, config.objective, config.planner, config.search
     )
-
-
-def objective_figure(plan: ir.Plan, objective: ir.Objective) -> float:
-    if objective is ir.Objective.LATENCY:
-        return 1.0 / plan.latency_us
-    if objective is ir.Objective.COST and plan.usd_per_1k_units:
-        return 1.0 / plan.usd_per_1k_units
-    if objective is ir.Objective.ENERGY and plan.joules_per_unit:
-        return 1.0 / plan.joules_per_unit
-    return plan.simulated_per_s
 
 
 def decide(task: Task, shown_microbatches: Sequence[int] = ()) -> ir.Plan:

@@ -60,7 +60,6 @@ class Pool:
         self.fewest = fewest
         self.columns: list[Column] = []
         self.pricer = Pricer(problem, config)
-        self._keys: set[bytes] = set()
         everywhere = map(problem.alone, range(problem.num_devices))
         self.is_tight = not problem.fits(everywhere, microbatches)
 
@@ -86,8 +85,8 @@ class Pool:
 
     def add(self, *columns: Column) -> bool:
         """True if a column is new and fits."""
-        new = [c for c in columns if c.key not in self._keys and self.able(c)]
-        self._keys.update(c.key for c in new)
+        known = set(self.columns)
+        new = [c for c in columns if c not in known and self.able(c)]
         self.columns += new
         return bool(new)
 
@@ -211,40 +210,28 @@ def _generate(pool: Pool, depth: float | None, capacity: Floats) -> tuple[Floats
     income_of = np.append(capacity, depth or 0.0)
     config = pool.config
     gap = config.limited_gap if depth is not None else config.gap if num == 2 else config.many_gap
-    rates = np.zeros(0)
-    if pool.is_tight and depth is not None:
-        return _within_memory(pool, depth, capacity), bound
-    for _ in range(config.max_rounds):
+    for _ in range(0 if pool.is_tight and depth is not None else config.max_rounds):
         optimum = master(pool, pool.columns, depth, capacity)
-        rates, total = optimum.rates, float(optimum.rates.sum())
-        prices = np.append(optimum.duals, optimum.path)
-        column, cheapest = pool.price(_prices(pool, prices))
+        column, cheapest = pool.price(_prices(pool, optimum))
         if cheapest > 0:
-            bound = min(bound, float(prices @ income_of) / cheapest)
-        if bound <= total * (1 + gap) or not pool.add(column):
+            bound = min(bound, float(np.append(optimum.duals, optimum.path) @ income_of) / cheapest)
+        if bound <= float(optimum.rates.sum()) * (1 + gap) or not pool.add(column):
             break
-    else:
-        rates = master(pool, pool.columns, depth, capacity).rates
-    if pool.is_tight:
-        rates = _within_memory(pool, depth, capacity)
-    return np.append(rates, np.zeros(len(pool.columns) - len(rates))), bound
-
-
-def _within_memory(pool: Pool, depth: float | None, capacity: Floats) -> Floats:
-    microbatches = pool.microbatches / capacity[: pool.problem.num_devices]  # shared by a kind
-    for _ in range(pool.config.max_memory_rounds):
+    microbatches = pool.microbatches / capacity[:num] if pool.is_tight else None  # shared by a kind
+    for _ in range(config.max_memory_rounds if microbatches is not None else 0):
         optimum = master(pool, pool.columns, depth, capacity, microbatches)
-        time = np.append(optimum.duals, optimum.path)
-        prices = replace(_prices(pool, time), memory=optimum.memory, microbatches=float(microbatches.mean()))
-        if not pool.add(pool.price(prices)[0]):
+        if not pool.add(pool.price(_prices(pool, optimum, microbatches))[0]):
             break
-    return master(pool, pool.columns, depth, capacity, microbatches).rates
+    return master(pool, pool.columns, depth, capacity, microbatches).rates, bound
 
 
-def _prices(pool: Pool, duals: Floats) -> Prices:
+def _prices(pool: Pool, optimum: Rates, microbatches: Floats | None = None) -> Prices:
     num = pool.problem.num_devices
-    on_links = duals[num:-1][pool.problem.link_row].reshape(num, num)
-    return Prices(duals[:num], on_links, float(duals[-1]))
+    on_links = optimum.duals[num:][pool.problem.link_row].reshape(num, num)
+    prices = Prices(optimum.duals[:num], on_links, optimum.path)
+    if microbatches is None:
+        return prices
+    return replace(prices, memory=optimum.memory, microbatches=float(microbatches.mean()))
 
 
 def master(

@@ -10,7 +10,7 @@ of moves depends only on the unit's size, so plans are reproducible.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,7 +21,7 @@ from tessera.plan.problem import Column, Mix, microbatch_counts
 from tessera.plan.search.task import Task
 
 # (placement, microbatches) of each lane.
-TeamKey = frozenset[tuple[bytes, int]]
+Team = frozenset[tuple[Column, int]]
 
 
 def throughput_mixes(task: Task) -> tuple[Mix, ...]:
@@ -54,7 +54,6 @@ class Search:
     rated: list[tuple[float, Mix]] = field(default_factory=list)
     best: float = 0.0
     _seen: set[object] = field(default_factory=set)
-    _columns: dict[bytes, Column] = field(default_factory=dict)
     _left: int = 0
 
     def __post_init__(self) -> None:
@@ -65,7 +64,8 @@ class Search:
     def look(self, mix: Mix) -> float:
         """Figure of a new mix; 0 if it was rated before, does not fit or cannot win."""
         counts = microbatch_counts(mix, self.task.microbatches)
-        key = _key(dict(zip(mix.columns, counts, strict=True))), not mix.microbatches and mix.shares
+        team = frozenset(zip(mix.columns, counts, strict=True))
+        key = team, not mix.microbatches and mix.shares
         if key in self._seen or mix.rate_per_s < self.best or sum(mix.microbatches) > self.task.microbatches:
             return 0.0
         self._seen.add(key)
@@ -85,18 +85,18 @@ class Search:
 
     def climb(self) -> None:
         self._look_at_singles()
-        moved: set[TeamKey] = set()
+        moved: set[Team] = set()
         while self._left > 0:
             teams = ((figure, self._team(mix)) for figure, mix in self.rated)
-            left = [(figure, team) for figure, team in teams if _key(team) not in moved]
+            left = [(figure, team) for figure, team in teams if frozenset(team.items()) not in moved]
             if not left:
                 return
             team = max(left, key=lambda x: x[0])[1]
-            moved.add(_key(team))
+            moved.add(frozenset(team.items()))
             for moves in self._moves(team):
                 num = 0
                 for other in moves:
-                    if (_key(other), False) not in self._seen:
+                    if (frozenset(other.items()), False) not in self._seen:
                         num += self.look(self._mix(other)) > 0.0
                     if num == self.task.config.num_moves or self._left <= 0:
                         break
@@ -111,16 +111,13 @@ class Search:
 
     def _team(self, mix: Mix) -> Counter[Column]:
         """At most one lane per microbatch: those with the largest shares."""
-        columns, left = [self._canonical(c) for c in mix.columns], self.task.microbatches
+        columns, left = mix.columns, self.task.microbatches
         counts = Counter(dict.fromkeys(columns, 0))
         lanes = zip(mix.shares, columns, microbatch_counts(mix, left), strict=True)
         for _, column, num in sorted(lanes, key=lambda lane: -lane[0]):
             counts[column] += min(num, left)
             left -= min(num, left)
         return +counts
-
-    def _canonical(self, column: Column) -> Column:
-        return self._columns.setdefault(column.key, column)
 
     def _mix(self, team: Counter[Column]) -> Mix:
         """Shares are balanced by busy time, none zero."""
@@ -130,7 +127,7 @@ class Search:
         return Mix(columns, tuple((shares / shares.sum()).tolist()), tuple(team.values()))
 
     def _moves(self, team: Counter[Column]) -> Iterator[list[Counter[Column]]]:
-        columns = [self._canonical(c) for c in self.task.pool.columns]
+        columns = self.task.pool.columns
         busy, path = np.array([c.busy_us for c in columns]), np.array([c.path_us for c in columns])
         whole = [i for i, c in enumerate(columns) if c.labels.min() == c.labels.max()]
         alike: list[tuple[float, Counter[Column]]] = []
@@ -148,7 +145,3 @@ class Search:
                 alike.append((rate / max(1.0, float(base.max())), kept))
         for listed in (filled, alike):
             yield [team for _, team in sorted(listed, key=lambda x: -x[0])]
-
-
-def _key(team: Mapping[Column, int]) -> TeamKey:
-    return frozenset((column.key, num) for column, num in team.items())

@@ -15,7 +15,7 @@ from tessera.plan.baselines import coarse_mixes
 from tessera.plan.config import FULL, SearchConfig
 from tessera.plan.latency import RequestTimer
 from tessera.plan.pricing import throughput
-from tessera.plan.problem import Column, Mix, MixKey, Problem, microbatch_table, restricted
+from tessera.plan.problem import Column, Mix, Problem, microbatch_table, restricted
 from tessera.plan.search import objectives
 from tessera.plan.search.robust import Sampler, robust_of
 
@@ -45,9 +45,9 @@ class Task:
     policy: str = ir.Objective.THROUGHPUT.value
     config: SearchConfig = FULL
     fewest: int = 1
-    _spans: dict[bytes, float] = field(default_factory=dict, init=False)
-    _rates: dict[MixKey, float] = field(default_factory=dict, init=False)
-    _settled: set[MixKey] = field(default_factory=set, init=False)
+    _spans: dict[Column, float] = field(default_factory=dict, init=False)
+    _rates: dict[Mix, float] = field(default_factory=dict, init=False)
+    _settled: set[Mix] = field(default_factory=set, init=False)
 
     @property
     def is_large(self) -> bool:
@@ -115,9 +115,9 @@ class Task:
         return RequestTimer(self.problem)
 
     def _span_us(self, column: Column) -> float:
-        if column.key not in self._spans:
-            self._spans[column.key] = self._clock.makespan_us(column.labels)
-        return self._spans[column.key]
+        if column not in self._spans:
+            self._spans[column] = self._clock.makespan_us(column.labels)
+        return self._spans[column]
 
     def draft(self, mix: Mix) -> ir.Plan:
         prob, rate = self.problem, mix.rate_per_s
@@ -145,21 +145,21 @@ class Task:
         return Sampler(self.problem, self.config.num_samples)
 
     def know(self, mix: Mix, rate_per_s: float) -> None:
-        self._rates[mix.key] = rate_per_s
-        self._settled.add(mix.key)
+        self._rates[mix] = rate_per_s
+        self._settled.add(mix)
 
     def rate_per_s(self, mix: Mix) -> float:
         if self.simulate is None:
             return mix.rate_per_s
-        if mix.key not in self._rates:
-            self._rates[mix.key] = min(self.upper_bound_per_s(mix), self.simulate(self.draft(mix)))
-        return self._rates[mix.key]
+        if mix not in self._rates:
+            self._rates[mix] = min(self.upper_bound_per_s(mix), self.simulate(self.draft(mix)))
+        return self._rates[mix]
 
     def lasting(self, choose: Callable[[], Mix]) -> Mix:
         """Chooses again if the rate of the long run is lower."""
         while True:
             mix = choose()
-            if self.simulate is None or mix.key in self._settled:
+            if self.simulate is None or mix in self._settled:
                 return mix
             before = self.rate_per_s(mix)
             self.know(mix, min(self.upper_bound_per_s(mix), self.simulate.settled(self.draft(mix))))
@@ -180,15 +180,15 @@ class Task:
         floor = max((self._figure(m) for m in floors), default=0.0)
         floor = max(floor, best * (1 - slack))
         rivals = self._rivals(scored)
-        regrets = {m.key: r.regret for m, r in zip(rivals, self._robust(rivals), strict=True)}
+        regrets = {m: r.regret for m, r in zip(rivals, self._robust(rivals), strict=True)}
 
         def badness(item: tuple[float, Mix]) -> tuple[float, float, int, float, float]:
             value, mix = item
-            regret = round(regrets[mix.key] / config.regret_step)
+            regret = round(regrets[mix] / config.regret_step)
             behind = max(0, round((best - value) / best / config.regret_step))
             return regret + behind, regret, len(mix.columns), mix.num_messages, -value
 
-        return min(((x, m) for x, m in scored if x >= floor and m.key in regrets), key=badness)[1]
+        return min(((x, m) for x, m in scored if x >= floor and m in regrets), key=badness)[1]
 
     def _rivals(self, scored: Scored) -> list[Mix]:
         config = self.config
@@ -209,7 +209,7 @@ class Task:
             least = best * (1 - self.config.near_tie)
             if bound < least:
                 continue
-            is_open = self.simulate is None or mix.key in self._rates
+            is_open = self.simulate is None or mix in self._rates
             if is_open or self.figure(mix, self.upper_bound_per_s(mix)) >= least:
                 scored.append((self._figure(mix), mix))
                 best = max(best, scored[-1][0])
@@ -246,8 +246,8 @@ class Task:
         """None without cost errors, and for latency (not linear in costs)."""
         if not self._sampler.has_errors or self.objective is ir.Objective.LATENCY:
             return None
-        scored = self._scored([chosen, *(m for m in others if m.key != chosen.key)])
-        rivals = [m for m in self._rivals(scored) if m.key != chosen.key]
+        scored = self._scored([chosen, *(m for m in others if m != chosen)])
+        rivals = [m for m in self._rivals(scored) if m != chosen]
         return self._robust([chosen, *rivals])[0]
 
     def _rounding_loss(self, plan: ir.Plan) -> float:
