@@ -603,7 +603,7 @@ def _filled_us(fixed: Floats, us: Floats, caps: Floats, busy: float) -> Iterator
 def _combinations(seats: Sequence[Sequence[_Seat]]) -> Iterator[tuple[_Seat, ...]]:
     """A seat per kind: for each limit of plain step time, those with the most sequences within it."""
     limits = sorted({seat.plain_us for options in seats for seat in options})
-    seen = set()
+    seen: set[tuple[_Seat, ...]] = set()
     for limit in limits:
         alike = []
         for options in seats:
@@ -612,8 +612,8 @@ def _combinations(seats: Sequence[Sequence[_Seat]]) -> Iterator[tuple[_Seat, ...
             alike.append([seat for seat in within if seat.group.sequences == most])
         for number in range(max(map(len, alike))) if all(alike) else ():
             chosen = tuple(options[min(number, len(options) - 1)] for options in alike)
-            if (key := tuple(map(id, chosen))) not in seen:
-                seen.add(key)
+            if chosen not in seen:
+                seen.add(chosen)
                 yield chosen
 
 

@@ -43,72 +43,73 @@ def has_host(problem: Problem) -> bool:
 def host_placements(problem: Problem, microbatches: int, is_fetching: bool = False) -> list[ir.Placement]:
     """Fewest fetched weights first; `is_fetching`: fetch all that does not fit."""
     moves = _Moves(problem, microbatches)
-    all_fetched = (0, next((share for share in MORE.tolist() if moves.excess(0, share).max() <= 0), 1.0))
+    missing = max(0.0, float(moves.excess(0, 0.0)[moves.card]))
+    sizes = (more * missing for more in MORE.tolist())
+    all_fetched = (0, next((size for size in sizes if moves.excess(0, size).max() <= 0), missing))
     if is_fetching:
         return [moves.placement(*all_fetched)]
-    shares = [0.0, *(part * moves.balanced for part in TRIED)] if moves.missing else [0.0]
-    candidates = [*((moves.needed(share), share) for share in shares), all_fetched]
+    balanced = moves.balanced_bytes(missing) if missing else 0.0
+    tried = dict.fromkeys((0.0, *(share * balanced for share in TRIED)))
+    candidates = [*((moves.needed(size), size) for size in tried), all_fetched]
     fitting = [each for each in candidates if moves.excess(*each).max() <= 0]
     return list(dict.fromkeys(moves.placement(*each) for each in fitting or candidates[:1]))
 
 
 class _Moves:
+    """Placements of the first `num` groups on the host, with `fetched_bytes` of weights of others fetched."""
+
     def __init__(self, problem: Problem, microbatches: int) -> None:
         self._problem, self._microbatches = problem, microbatches
-        self._card = next(d for d, device in enumerate(problem.cluster.devices) if not device.is_cpu)
-        hosts = [d for d in range(problem.num_devices) if d != self._card]
+        self.card = next(d for d, device in enumerate(problem.cluster.devices) if not device.is_cpu)
+        hosts = [d for d in range(problem.num_devices) if d != self.card]
         self._host = hosts[0]
-        groups = _order(problem, self._card, hosts)
+        groups = _order(problem, self.card, hosts)
         self._order, self._group_of, self._host_of, self._size, self._score = groups
-        self.missing = 0.0  # no bytes are fetched while the excess is counted
-        self.missing = max(0.0, float(self.excess(0, 0.0)[self._card]))
 
-    def placement(self, num: int, share: float) -> ir.Placement:
-        """The first `num` groups on the host, and a share of the missing bytes fetched."""
-        excess = self.excess(num, share)
-        labels, fetched = self._labels(num, share)
+    def placement(self, num: int, fetched_bytes: float) -> ir.Placement:
+        excess = self.excess(num, fetched_bytes)
+        labels, fetched = self._labels(num, fetched_bytes)
         if excess.max() > 0:
             raise _too_large(self._problem, labels, excess)
         weights = self._problem.weights
         items = np.unique(weights.pin_item[np.isin(self._group_of[weights.pin_node], fetched)])
-        placed = self._problem.placement(_with_joins(self._problem, labels, self._card))
+        placed = self._problem.placement(_with_joins(self._problem, labels, self.card))
         return ir.Placement(placed.devices, tuple((weights.names[n], self._host) for n in items.tolist()))
 
-    def needed(self, share: float) -> int:
+    def needed(self, fetched_bytes: float) -> int:
         """Groups on the host until the GPU's memory suffices."""
-        is_enough = lambda num: self.excess(num, share)[self._card] <= 0  # noqa: E731
+        is_enough = lambda num: self.excess(num, fetched_bytes)[self.card] <= 0  # noqa: E731
         return bisect_left(range(len(self._order)), True, key=is_enough)
 
-    @property
-    def balanced(self) -> float:
-        """Share of fetched weights at which link and devices are equally busy."""
-        (host_us, _), (card_us, link_us) = (self._busy_us(share) for share in (0.0, 1.0))
-        return min(1.0, host_us / max(1e-9, host_us - card_us + link_us))
+    def balanced_bytes(self, missing: float) -> float:
+        """Of the missing bytes, those at which link and devices are equally busy if they are fetched."""
+        (host_us, _), (card_us, link_us) = (self._busy_us(size) for size in (0.0, missing))
+        return missing * min(1.0, host_us / max(1e-9, host_us - card_us + link_us))
 
-    def _busy_us(self, share: float) -> tuple[float, float]:
-        labels, fetched = self._labels(self.needed(share), share)
-        link = self._problem.cluster.link(self._host, self._card)
+    def _busy_us(self, fetched_bytes: float) -> tuple[float, float]:
+        """(launches, link)."""
+        labels, fetched = self._labels(self.needed(fetched_bytes), fetched_bytes)
+        link = self._problem.cluster.link(self._host, self.card)
         us = link.fetch_us(float(self._size[fetched].sum())) if link is not None else np.inf
         return self._problem.column(labels).path_us, sum(self._problem.unit.counts) * us
 
-    def excess(self, num: int, share: float) -> Floats:
-        labels, fetched = self._labels(num, share)
+    def excess(self, num: int, fetched_bytes: float) -> Floats:
+        labels, fetched = self._labels(num, fetched_bytes)
         over = self._problem.excess_bytes([self._problem.column(labels)], self._microbatches)
         size = self._size[fetched]
-        over[self._card] += (1.0 - FILL) * self._problem.memory_bytes[self._card] - size.sum()
-        over[self._card] += self._microbatches * ir.SLOTS * size.max(initial=0.0)
+        over[self.card] += (1.0 - FILL) * self._problem.memory_bytes[self.card] - size.sum()
+        over[self.card] += self._microbatches * ir.SLOTS * size.max(initial=0.0)
         over[self._host] += size.sum()
         return over
 
-    def _labels(self, num: int, share: float) -> tuple[Labels, Ints]:
+    def _labels(self, num: int, fetched_bytes: float) -> tuple[Labels, Ints]:
         """Device of each node; fetched groups."""
-        fetched = self._fetched(share)
+        fetched = self._fetched(fetched_bytes)
         rest = self._order[~np.isin(self._order, fetched) & (self._score[self._order] < np.inf)]
         computed = np.isin(self._group_of, rest[:num])
-        return np.where(computed, self._host_of[self._group_of], self._card), fetched
+        return np.where(computed, self._host_of[self._group_of], self.card), fetched
 
-    def _fetched(self, share: float) -> Ints:
-        left = share * self.missing
+    def _fetched(self, left: float) -> Ints:
         fetched: list[int] = []
         sizes = np.sort(self._size[self._order])
         enough = int(np.searchsorted(sizes.cumsum(), ENOUGH * left))
