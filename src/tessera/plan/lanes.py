@@ -114,7 +114,7 @@ def place(
     def placements_by(names: Sequence[str]) -> list[ir.Placement]:
         options = [[m for m in planner_named(x)(task) or () if len(m.columns) == 1] for x in names]
         best = [max(mixes, key=task.upper_bound_per_s) for mixes in options if mixes]
-        return [task.draft(mix).lanes[0].placement for mix in best]
+        return [problem.placement(mix.columns[0].labels) for mix in best]
 
     is_judged = planner == SINGLE_PLACEMENT and rate is not None
     placements = (is_judged and placements_by(FEW_CROSSINGS)) or placements_by([planner])

@@ -54,12 +54,12 @@ class Move:
     """Effect on the columns; column 0: devices free."""
 
     reads: Ints
-    # Column after -> first column before (0: none).
+    # Column after -> first column before; new columns begin as column 0: no device reads before it is free.
     kept: Ints
     # (column after, other column before): the latest counts.
     folds: tuple[tuple[int, int], ...]
-    # (column after, is new, [reader's device, launch's device] wait).
-    makes: tuple[tuple[int, bool, Floats], ...]
+    # (column after, [reader's device, launch's device] wait).
+    makes: tuple[tuple[int, Floats], ...]
     # Columns that wait at least for this launch.
     raises: Ints
     # A subset for values with many readers.
@@ -148,14 +148,13 @@ def _moves(items: Sequence[Sequence[Item]]) -> Iterator[Move]:
                 left.setdefault(after, []).append(index)
         keys = [*left, *dict.fromkeys(x.readers for x in values if x.readers not in left)]
         at = {readers: index for index, readers in enumerate(keys, start=1)}
-        first = {x.readers: x for x in reversed(values) if x.readers not in left}
         raised = _raised(launch, keys, above, rest[launch + 1]) if launch < num - 1 else ()
         pairs = [(i, r) for i, k in enumerate(keys, start=1) for r in k[:MAX_READERS]]
         yield Move(
             reads=_indices([0, *(i for i, readers in enumerate(columns) if i and readers[0] == launch)]),
             kept=_indices([0, *(left.get(k, [0])[0] for k in keys)]),
             folds=tuple((at[k], other) for k, others in left.items() for other in others[1:]),
-            makes=tuple((at[x.readers], first.get(x.readers) is x, x.wait_us.T) for x in values),
+            makes=tuple((at[x.readers], x.wait_us.T) for x in values),
             raises=_indices(raised),
             column=_indices(i for i, _ in pairs),
             reader=_indices(r for _, r in pairs),
@@ -290,13 +289,8 @@ def _advance(course: Course, launch: int, rows: Floats) -> tuple[Floats, Ints, I
     after[0, device, np.arange(len(parent))] = stop
     for column, before in move.folds:
         np.maximum(after[column], rows[before].take(parent, axis=1), out=after[column])
-    for column, is_new, wait in move.makes:
-        arrival = wait.take(device, axis=1)
-        arrival += stop
-        if is_new:
-            after[column] = arrival
-        else:
-            np.maximum(after[column], arrival, out=after[column])
+    for column, wait in move.makes:
+        np.maximum(after[column], wait.take(device, axis=1) + stop, out=after[column])
     if len(move.raises):
         floor = course.layout.least_wait_us.take(device, axis=1)
         floor += stop

@@ -14,7 +14,7 @@ optimum. Not handled: buses; there every device is its own kind.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
+from itertools import cycle, islice, product
 from math import gcd, lcm, prod
 
 import numpy as np
@@ -386,16 +386,14 @@ class Kinds:
         return np.concatenate([counts, np.outer(counts, counts).ravel()])
 
     def spread(self, labels: Labels, max_pairings: int) -> Iterator[Labels]:
-        """Devices of a kind take equal turns."""
-        used = np.unique(labels).tolist()
-        counts = [len(self.members[kind]) for kind in used]
-        device_of = np.array([members[0] for members in self.members])
-        for way in range(prod(counts) if prod(counts) <= max_pairings else lcm(*counts)):
-            rest = way
-            for kind, count in zip(used, counts, strict=True):
-                device_of[kind] = self.members[kind][rest % count]
-                # Pairings as digits of a number; if too many, all kinds in step.
-                rest = rest // count if prod(counts) <= max_pairings else way
+        """Devices of a kind take equal turns: in all pairings or, if too many, all kinds in step."""
+        used = np.unique(labels)
+        members = [self.members[kind] for kind in used.tolist()]
+        counts = [len(kind) for kind in members]
+        in_step = islice(zip(*map(cycle, members), strict=False), lcm(*counts))
+        device_of = np.zeros(len(self.members), dtype=np.int64)
+        for way in product(*members) if prod(counts) <= max_pairings else in_step:
+            device_of[used] = way
             yield device_of[labels]
 
 
