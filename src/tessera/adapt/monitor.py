@@ -14,12 +14,14 @@ tenth.
 """
 
 import math
-from collections import deque
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from tessera.adapt.capability import Capability, better, crossing_per_s
 from tessera.adapt.drift import Factors, corrected, drift
@@ -227,7 +229,7 @@ class Monitor:
 
 
 class Meter:
-    """Arrivals within a window, and their dispersion; time must not go back.
+    """Arrivals in windows that end now, and their dispersion; time must not go back.
 
     The variance of a Poisson count is its mean; of bursts a multiple, measured over the last windows. So a
     lull in a bursty stream is not taken for a lower load.
@@ -237,55 +239,46 @@ class Meter:
         self.window_s = math.inf
         # Load assumed before the start.
         self.before_per_s = 0.0
-        self._times: deque[float] = deque()
-        # Sum over the times between them.
-        self._squares = 0.0
+        self._times: list[float] = []
         self._start_s: float | None = None
-        self._counts: deque[int] = deque(maxlen=NUM_WINDOWS)
-        self._mark_s = 0.0
-        self._num = 0
-        self._dispersion: float | None = None
+        self._now_s = 0.0
 
     def set(self, window_s: float, before_per_s: float) -> None:
-        if window_s != self.window_s:
-            self._counts.clear()
-            self._dispersion = None
-            self._num = 0
-            self._mark_s = self._times[-1] if self._times else self._start_s or 0.0
         self.window_s, self.before_per_s = window_s, before_per_s
 
     def start(self, now_s: float) -> None:
         if self._start_s is None:
-            self._start_s = self._mark_s = now_s
+            self._start_s = self._now_s = now_s
 
     def arrived(self, now_s: float) -> None:
-        self._roll(now_s)
-        if self._times:
-            self._squares += (now_s - self._times[-1]) ** 2
+        self._now_s = now_s
         self._times.append(now_s)
-        self._num += 1
+        del self._times[: self._before(NUM_WINDOWS)]
 
-    def _roll(self, now_s: float) -> None:
-        # After a long silence only the last windows count.
-        self._mark_s = max(self._mark_s, now_s - (NUM_WINDOWS + 1) * self.window_s)
-        while now_s >= self._mark_s + self.window_s:
-            self._counts.append(self._num)
-            self._dispersion = None
-            self._num = 0
-            self._mark_s += self.window_s
+    def _before(self, windows: int) -> int:
+        """Arrivals up to so many windows ago."""
+        return bisect_right(self._times, self._now_s - windows * self.window_s)
+
+    @property
+    def _watched_s(self) -> float:
+        return self._now_s - (self._start_s or 0.0)
+
+    def _counts(self) -> list[int]:
+        """Arrivals of each whole window since the start, the newest first."""
+        num = min(NUM_WINDOWS, int(self._watched_s / self.window_s))
+        return [newer - older for newer, older in pairwise(map(self._before, range(num + 1)))]
 
     def count(self, now_s: float) -> float:
-        self._roll(now_s)
-        while self._times and self._times[0] <= now_s - self.window_s:
-            first = self._times.popleft()
-            self._squares -= (self._times[0] - first) ** 2 if self._times else self._squares
-        unseen_s = max(0.0, self.window_s - (now_s - (self._start_s or 0.0)))
-        return len(self._times) + unseen_s * self.before_per_s
+        self._now_s = now_s
+        unseen_s = max(0.0, self.window_s - self._watched_s)
+        return len(self._times) - self._before(1) + unseen_s * self.before_per_s
 
     def level(self, now_s: float, errors: float, most: int) -> tuple[float, int]:
-        """Arrivals in the last windows of one level, at most `most`, and the number of these windows."""
+        """Arrivals in the last windows of one level, at most `most` before the present one, and the number of
+        these windows.
+        """
         last, total, num = self.count(now_s), 0.0, 0
-        for count in list(self._counts)[-2 : -2 - most : -1]:  # the newest overlaps the present window
+        for count in self._counts()[1 : 1 + most]:
             if num and not _is_level(count, total / num, num, errors):
                 break
             total, num = total + count, num + 1
@@ -294,7 +287,8 @@ class Meter:
         return last + total, 1 + num
 
     def seen(self, now_s: float) -> str:
-        num, span_s = len(self._times), min(self.window_s, now_s - (self._start_s or 0.0))
+        self._now_s = now_s
+        num, span_s = len(self._times) - self._before(1), min(self.window_s, self._watched_s)
         came = "1 request" if num == 1 else f"{num} requests"
         if span_s < self.window_s:
             return f"{came} came in the first {span_s:.3g} s"
@@ -302,27 +296,25 @@ class Meter:
 
     @property
     def dispersion(self) -> float:
-        """Variance of a window's count over its mean, at least 1 (Poisson).
-
-        Measured about a mean that may have changed once: a changed load is not a burst.
-        """
-        if self._dispersion is None:
-            self._dispersion = self._measure()
-        num = len(self._times) - 1
-        if num < MIN_ARRIVALS:
-            return self._dispersion
+        """Variance of a window's count over its mean, at least 1 (Poisson)."""
+        dispersion = _dispersion(np.array(self._counts(), dtype=np.float64))
+        gaps_s = np.diff(self._times[self._before(1) :])
+        if len(gaps_s) < MIN_ARRIVALS:
+            return dispersion
         # Times between arrivals show it before the second window ends.
-        mean_s = max((self._times[-1] - self._times[0]) / num, 1e-9)
-        return max(self._dispersion, self._squares / num / mean_s**2 - 1.0)
+        return max(dispersion, float((gaps_s**2).mean()) / max(float(gaps_s.mean()), 1e-9) ** 2 - 1.0)
 
-    def _measure(self) -> float:
-        counts, num = np.array(self._counts), len(self._counts)
-        if num <= NUM_LEVELS or not counts.any():
-            return 1.0
-        parts = ((counts[:cut], counts[cut:]) for cut in range(1, num))
-        least = min(before.var() * len(before) + after.var() * len(after) for before, after in parts)
-        least = min(least, counts.var() * num)
-        return max(1.0, float(NUM_SUPPOSED + least / counts.mean()) / (NUM_SUPPOSED + num - NUM_LEVELS))
+
+def _dispersion(counts: npt.NDArray[np.float64]) -> float:
+    """About a mean that may have changed once: a changed load is not a burst."""
+    num = len(counts)
+    if num <= NUM_LEVELS or not counts.any():
+        return 1.0
+    cut, sums, squares = np.arange(1, num), counts.cumsum(), (counts**2).cumsum()
+    before = squares[:-1] - sums[:-1] ** 2 / cut
+    after = squares[-1] - squares[:-1] - (sums[-1] - sums[:-1]) ** 2 / (num - cut)
+    least = min(counts.var() * num, (before + after).min())
+    return max(1.0, float(NUM_SUPPOSED + least / counts.mean()) / (NUM_SUPPOSED + num - NUM_LEVELS))
 
 
 def _is_level(count: float, mean: float, num: int, errors: float) -> bool:
