@@ -103,8 +103,8 @@ class ServedSteps:
             traces = compiled(self.anchors)
         else:
             sizes = [*self.anchors, self._bare_step(CHECKED)]
-            said = "recording the served step, {} of {}".format
-            traces = record_sizes(sizes, lambda num: self.advance(said(num + 1, len(sizes))))
+            text = "recording the served step, {} of {}".format
+            traces = record_sizes(sizes, lambda num: self.advance(text(num + 1, len(sizes))))
         traces = divided(self.cluster, traces, self.frequencies)
         family = StepFamily(tuple(map(build_graph, traces[: len(ANCHORS)])))
         if any(family.at(checked.step).trace != checked for checked in traces[len(ANCHORS) :]):

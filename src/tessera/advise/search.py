@@ -171,7 +171,7 @@ def _use(cards: RatedCards) -> tuple[Advice, tuple[Planned, ...]]:
     return advice, ((plan, comparison),)
 
 
-def _next_cards(cards: RatedCards, there_per_s: float) -> tuple[Candidate, ...]:
+def _next_cards(cards: RatedCards, current_per_s: float) -> tuple[Candidate, ...]:
     """A copy of the model on one more card of the same maker; what carries the rate cheapest comes first."""
     needed = cards.load.needed_per_s
     candidates = []
@@ -180,11 +180,11 @@ def _next_cards(cards: RatedCards, there_per_s: float) -> tuple[Candidate, ...]:
         option = cards.best_alone(basket.gpus[0])
         if option is not None:
             card = cards.candidate(basket, option)
-            candidates.append(replace(card, is_enough=there_per_s + card.requests_per_s >= needed))
+            candidates.append(replace(card, is_enough=current_per_s + card.requests_per_s >= needed))
 
     def order(card: Candidate) -> tuple[bool, float]:
-        is_wanted = card.is_enough and there_per_s < needed
-        return not is_wanted, (card.usd_per_hour if is_wanted else card.usd_per_1k_requests) or 0.0
+        closes_gap = card.is_enough and current_per_s < needed
+        return not closes_gap, (card.usd_per_hour if closes_gap else card.usd_per_1k_requests) or 0.0
 
     return tuple(sorted(candidates, key=order)[:NUM_NEXT])
 

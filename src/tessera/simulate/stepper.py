@@ -49,8 +49,8 @@ class Truth:
 
     def scripts(self, plan: Plan) -> Scripts:
         """Steps that the true plan lacks cost what their own plan says."""
-        mine = {g.trace.digest: x for g, x in zip(self.plan.graphs, self.plan.costs, strict=True)}
-        costs = tuple(mine.get(g.trace.digest, x) for g, x in zip(plan.graphs, plan.costs, strict=True))
+        true_costs = {g.trace.digest: x for g, x in zip(self.plan.graphs, self.plan.costs, strict=True)}
+        costs = tuple(true_costs.get(g.trace.digest, x) for g, x in zip(plan.graphs, plan.costs, strict=True))
         return Scripts(plan.unit, scaled_costs(plan.unit, costs, self.factor), self.cluster)
 
 

@@ -85,8 +85,8 @@ class Pool:
 
     def add(self, *columns: Column) -> bool:
         """True if a column is new and fits."""
-        known = set(self.columns)
-        new = [c for c in columns if c not in known and self.able(c)]
+        pooled = set(self.columns)
+        new = [c for c in columns if c not in pooled and self.able(c)]
         self.columns += new
         return bool(new)
 
