@@ -82,7 +82,7 @@ class _Moves:
         return bisect_left(range(len(self._order)), True, key=is_enough)
 
     def balanced_bytes(self, missing: float) -> float:
-        """Of the missing bytes, those at which link and devices are equally busy if they are fetched."""
+        """The part of the missing bytes at whose fetching link and devices are equally busy."""
         (host_us, _), (card_us, link_us) = (self._busy_us(size) for size in (0.0, missing))
         return missing * min(1.0, host_us / max(1e-9, host_us - card_us + link_us))
 
