@@ -269,7 +269,7 @@ class Meter:
         return [newer - older for newer, older in pairwise(map(self._before, range(num + 1)))]
 
     def count(self, now_s: float) -> float:
-        self._now_s = now_s
+        self._now_s = max(self._now_s, now_s)
         unseen_s = max(0.0, self.window_s - self._watched_s)
         return len(self._times) - self._before(1) + unseen_s * self.before_per_s
 
@@ -287,7 +287,7 @@ class Meter:
         return last + total, 1 + num
 
     def seen(self, now_s: float) -> str:
-        self._now_s = now_s
+        self._now_s = max(self._now_s, now_s)
         num, span_s = len(self._times) - self._before(1), min(self.window_s, self._watched_s)
         came = "1 request" if num == 1 else f"{num} requests"
         if span_s < self.window_s:
