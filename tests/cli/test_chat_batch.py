@@ -120,12 +120,45 @@ def test_batch_ends_when_the_server_is_gone(tmp_path: Path, capsys: pytest.Captu
     assert "" == (tmp_path / "out.jsonl").read_text()
 
 
+@pytest.mark.parametrize("text", ["a note without a newline", '{"custom_id": "r0"}\n', "[1]\n"])
+def test_batch_changes_no_file_that_holds_no_answers(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output = write(tmp_path / "in.jsonl", [request_line(0)]), tmp_path / "out.jsonl"
+    output.write_text(text)
+    code, _, err = call("batch", source, output, "--target", "http://127.0.0.1:9", capsys=capsys)
+    assert (2, text) == (code, output.read_text())
+    assert "the file holds other lines than answers" in err
+
+
+@pytest.mark.parametrize(
+    ("output", "message"), [("/dev/null", "not a regular file"), ("/nope/out.jsonl", "cannot write: No such")]
+)
+def test_batch_refuses_a_place_that_cannot_be_written(
+    output: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "in.jsonl", [request_line(0)])
+    code, _, err = call("batch", source, output, "--target", "http://127.0.0.1:9", capsys=capsys)
+    assert 2 == code
+    assert f"{output}: {message}" in err
+
+
+def test_batch_takes_the_address_of_a_server_without_its_scheme(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "in.jsonl", [request_line(0)])
+    _, _, err = call("batch", source, tmp_path / "out.jsonl", "--target", "127.0.0.1:9", capsys=capsys)
+    assert "http://127.0.0.1:9: cannot reach the server" in err
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
         ([request_line(0), request_line(0)], "in.jsonl:2: custom_id 'r0' stands twice"),
         ([request_line(0) | {"url": "/v1/files"}], "in.jsonl:1: POST /v1/files is not supported"),
         ([{"custom_id": "a"}], "in.jsonl:1: 'url' is missing"),
+        ([request_line(0) | {"custom_id": 5}], "in.jsonl:1: 'custom_id' is missing or is not a text"),
+        ([request_line(0, temperature=float("nan"))], "in.jsonl:1: not JSON: NaN is not a number of JSON"),
         ([request_line(0, stream=True)], "a batch does not stream"),
         ([request_line(0), request_line(1, model="x")], "the requests name 2 models"),
         ([], "the file has no request"),

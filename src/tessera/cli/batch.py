@@ -28,6 +28,9 @@ PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 # Statuses of a busy or starting server; tries, and the first pause, which doubles.
 BUSY = (429, 502, 503, 504)
 MAX_TRIES, PAUSE_S = 8, 0.5
+REQUEST = "batch_req_"
+# Beginning of every answer, also of one that a kill cut short.
+START = f'{{"id": "{REQUEST}'.encode()
 
 
 class BatchRun(Record, frozen=True):
@@ -59,7 +62,7 @@ def batch(
     A second run goes on where one was stopped.
     """
     requests = _requests(source)
-    with output.open("ab+") as out:
+    with _opened(output) as out:
         try:
             fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -81,6 +84,15 @@ def batch(
     )
 
 
+def _opened(path: Path) -> BinaryIO:
+    if path.exists() and not path.is_file():
+        raise TesseraError("not a regular file", "Name one, or a new one.", str(path))
+    try:
+        return path.open("ab+")
+    except OSError as error:
+        raise TesseraError(f"cannot write: {error.strerror}", "Choose another place.", str(path)) from None
+
+
 def _requests(path: Path) -> dict[str, dict[str, Any]]:
     requests: dict[str, dict[str, Any]] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
@@ -96,19 +108,26 @@ def _requests(path: Path) -> dict[str, dict[str, Any]]:
 
 def _request(line: bytes, place: str) -> dict[str, Any]:
     try:
-        request: dict[str, Any] = json.loads(line)
+        request: dict[str, Any] = json.loads(line, parse_constant=_no_number)
     except ValueError as error:
         raise TesseraError(f"not JSON: {error}", place=place) from None
     kinds: dict[str, Any] = {"custom_id": str, "url": str, "body": dict}
     for name, kind in kinds.items():
         if not isinstance(request, dict) or not isinstance(request.get(name), kind):
-            raise TesseraError(f"'{name}' is missing", "See OpenAI's batch format.", place)
-    if request.get("method", "POST") != "POST" or request["url"] not in PATHS:
-        message = f"{request.get('method')} {request['url']} is not supported"
+            word = "an object" if kind is dict else "a text"
+            message = f"'{name}' is missing or is not {word}"
+            raise TesseraError(message, "See OpenAI's batch format.", place)
+    method = request.get("method", "POST")
+    if method != "POST" or request["url"] not in PATHS:
+        message = f"{method} {request['url']} is not supported"
         raise TesseraError(message, f"Use POST and one of {', '.join(PATHS)}.", place)
     if request["body"].get("stream"):
         raise TesseraError("a batch does not stream", 'Leave "stream" out.', place)
     return request
+
+
+def _no_number(word: str) -> None:
+    raise ValueError(f"{word} is not a number of JSON")
 
 
 def _done(out: BinaryIO, path: Path) -> set[str]:
@@ -116,17 +135,28 @@ def _done(out: BinaryIO, path: Path) -> set[str]:
     out.seek(0)
     names, end = set(), 0
     for line in out:
-        if not line.endswith(b"\n"):
-            break
-        try:
-            names.add(json.loads(line)["custom_id"])
-        except (ValueError, TypeError, KeyError):
+        is_cut = not line.endswith(b"\n")
+        name = None if is_cut else _name(line)
+        if name is None and not (is_cut and START.startswith(line[: len(START)])):
             remedy = "Name a new file, or the output of the same batch."
-            raise TesseraError("the file holds other lines than answers", remedy, str(path)) from None
+            raise TesseraError("the file holds other lines than answers", remedy, str(path))
+        if name is None:
+            break
+        names.add(name)
         end += len(line)
     out.truncate(end)
     out.seek(0, os.SEEK_END)
     return names
+
+
+def _name(line: bytes) -> str | None:
+    """None: the line is no answer."""
+    try:
+        answer = json.loads(line)
+    except ValueError:
+        return None
+    is_answer = isinstance(answer, dict) and "response" in answer
+    return answer.get("custom_id") if is_answer else None
 
 
 def _model(requests: Iterable[dict[str, Any]], path: Path) -> str:
@@ -153,7 +183,7 @@ def _answer(client: ApiClient, request: dict[str, Any]) -> dict[str, Any]:
             time.sleep(PAUSE_S * 2 ** (number - 1))
         status, document = client.post(request["url"], request["body"])
         if status not in BUSY:
-            name = f"batch_req_{secrets.token_hex(12)}"
+            name = f"{REQUEST}{secrets.token_hex(12)}"
             response = {"status_code": status, "request_id": document.get("id") or name, "body": document}
             return {"id": name, "custom_id": request["custom_id"], "response": response, "error": None}
     message = f"the server is busy: {document['error']['message']}"

@@ -172,7 +172,7 @@ class SentRequests:
     timeout_s: Annotated[
         float, option("Seconds after which a request counts as failed.", "--timeout", min=1e-3, max=86_400)
     ] = 600.0
-    seed: Annotated[int, option("Seed of prompts and arrival times.")] = 0
+    seed: Annotated[int, option("Seed of prompts and arrival times.", min=0)] = 0
 
     def options(self) -> "LoadOptions":
         from tessera.serve.load import LoadOptions

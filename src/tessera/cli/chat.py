@@ -4,6 +4,7 @@ A model is served meanwhile on a free port of loopback, with a key of its own.
 """
 
 import json
+import re
 import secrets
 import sys
 import urllib.error
@@ -23,6 +24,7 @@ from tessera.errors import LoadError, TesseraError
 
 HELP = "Type a message, or: /reset for a new conversation, /exit to end."
 PROMPT = "> "
+HOST_PORT = re.compile(r"[\w.-]+:\d+(/.*)?$")
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,8 @@ class ServerOptions:
 
     @contextmanager
     def client(self, target: str, effort: Effort) -> Iterator[ApiClient]:
+        if HOST_PORT.match(target):
+            target = f"http://{target}"
         if target.startswith(("http://", "https://")):
             yield ApiClient(target, self.api_key)
             return

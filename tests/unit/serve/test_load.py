@@ -293,6 +293,7 @@ def test_command_with_failures_ends_as_an_error(capsys: pytest.CaptureFixture[st
     "words",
     [
         ["--requests", "0"],
+        ["--seed", "-1"],
         ["--rate", "-1"],
         ["--rate", "5", "--arrivals", "batch:3"],
         ["--arrivals", "batch:3", "--rate", "5"],
