@@ -43,7 +43,7 @@ from tessera.ir.files import cache_folder, chunks_of, parse, write_whole
 from tessera.ir.host import memory_bytes
 from tessera.serve.groups import plans_of
 from tessera.serve.pages import modest_bytes, steady
-from tessera.serve.records import ServeSpec, Shape, step_name
+from tessera.serve.records import AUTO, ServeSpec, Shape, step_name
 
 if TYPE_CHECKING:
     from tessera.serve.gpu import GpuBackend
@@ -352,9 +352,9 @@ def _for_load(model: str, cluster: ir.Cluster, spec: ServeSpec, advance: Listene
     except (CaptureError, MismatchError):  # steps have one size, or the build says why again
         return None
     (name,) = spec.policies
-    if name not in ("auto", *POLICIES):
+    if name not in (AUTO, *POLICIES):
         return None
-    policies = POLICIES if name == "auto" else (name,)
+    policies = POLICIES if name == AUTO else (name,)
     search, share = search_config(spec.effort), spec.memory_share
     return make_service_plan(steps, spec.load, rehearse, search, memory_share=share, policies=policies)
 

@@ -26,11 +26,11 @@ from tessera.plan.fluid import POLICIES as DRAFTED
 from tessera.plan.lanes import lane_plan, place
 from tessera.plan.service import plan_service
 from tessera.serve.groups import Policies
-from tessera.serve.records import COST_ERROR, Shape
+from tessera.serve.records import AUTO, COST_ERROR, Shape
 from tessera.serve.rehearse import rated, rehearse
 from tessera.simulate import SteadyRates
 
-AUTO, LATENCY = "auto", "latency"
+LATENCY = "latency"
 SPLITS = (fluid.PREFILL_DECODE, fluid.FRACTIONAL)
 POLICIES = (*DRAFTED, LATENCY)
 # A change of plans has a price, and rehearsals of one plan differ by up to a percent.

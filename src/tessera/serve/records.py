@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from tessera.serve.grammar import Grammar
 
+# The policy that is the best one, and `latency` beside it where that is quicker.
+AUTO = "auto"
 # Rows are for CPUs; on GPUs memory decides.
 MICROBATCHES, ROWS = 2, 8
 # Relative error of modelled rates: less is no reason to leave data-parallel.
@@ -116,7 +118,7 @@ class ServeSpec:
     # True if sequences, microbatches and step sizes are chosen.
     is_for_load: bool = False
     # The first is current at the start.
-    policies: tuple[str, ...] = ("auto",)
+    policies: tuple[str, ...] = (AUTO,)
     seed: int = 0
     random_weights: bool = False
     # True to join products of the same input.

@@ -22,11 +22,10 @@ from tessera.serve.engine import MAX_WAITING, Engine
 from tessera.serve.groups import Policies
 from tessera.serve.meters import Meters
 from tessera.serve.pictures import PictureInputs
-from tessera.serve.records import Ask, Counts, DeviceView, Shape, Snapshot
+from tessera.serve.records import AUTO, Ask, Counts, DeviceView, Shape, Snapshot
 from tessera.serve.rehearse import rated
 from tessera.serve.text import Text
 
-AUTO = "auto"
 GRACE_S = 30.0
 # A switch waits for microbatches to empty.
 MIN_WINDOW_S = 2.0
