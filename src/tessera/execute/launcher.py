@@ -133,14 +133,17 @@ def bind(
     is_whole = all(step for _, held in keep for step in held.stride())
     if is_whole and [number for number, _ in keep] == [0] and (out := out_variant(operator)) is not None:
         return _written(out, args, kwargs, keep[0][1], name)
+    copies = [
+        (number, held.shape, held[part], part) for (number, held), part in zip(keep, apart, strict=True)
+    ]
 
     def call() -> None:
         result = operator(*args, **kwargs)
         results = result if isinstance(result, tuple | list) else (result,)
-        for (number, held), part in zip(keep, apart, strict=True):
-            if results[number].shape != held.shape:
-                raise _misshapen(name, results[number], held.shape)
-            held[part].copy_(results[number][part])
+        for number, shape, place, part in copies:
+            if results[number].shape != shape:
+                raise _misshapen(name, results[number], shape)
+            place.copy_(results[number] if is_whole else results[number][part])
 
     return call
 
