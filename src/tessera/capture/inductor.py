@@ -39,7 +39,7 @@ from tessera.capture import fake, operators
 from tessera.capture.fake import InPlaceOf, run_fake, target_attention, uncollected
 from tessera.capture.offline import CONFIG as OFFLINE_CONFIG
 from tessera.capture.offline import PROPERTIES, offline
-from tessera.capture.operators import check_operator, fail
+from tessera.capture.operators import check_operator, check_resolved, fail
 from tessera.capture.own import OwnLaunch, inductor_launches
 from tessera.capture.recorder import Ledger, OperatorMode, run_operator
 from tessera.capture.rng import generator_of
@@ -91,6 +91,12 @@ class StepTracer(OperatorMode):
         return self._know(self.graph.create_node("get_attr", name), tensor)
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+            kind = str(args[0].dtype).removeprefix("torch.")
+            message = (
+                f"experts in {kind} cannot be compiled: torch compiles grouped products of bfloat16 alone"
+            )
+            fail(message, "Give config.json a dtype of bfloat16, or plan with --launches eager.", "")
         recorded = tree_map_only(torch.Tensor, self.node, (args, kwargs))
         check_operator(func, args, kwargs, _is_unknown)
         if func is torch.ops.aten.lift_fresh.default:
@@ -433,6 +439,9 @@ class ExternCalls(OperatorMode):
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_operator(func, args, kwargs, lambda value: isinstance(value, torch.Tensor))
+        for tensor in tree_leaves((args, kwargs)) if not func.is_view else ():
+            if isinstance(tensor, torch.Tensor):
+                check_resolved(tensor, f"an argument of {func}")
         named = tuple((name, self._ledger.arg(value)) for name, value in kwargs.items())
         recorded = tuple(map(self._ledger.arg, args)), named
         result = func(*args, **kwargs)

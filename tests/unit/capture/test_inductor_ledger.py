@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tessera.capture.inductor import ExternCalls, scoped
+from tessera.capture.inductor import ExternCalls, StepTracer, scoped
 from tessera.capture.operators import whole_buffers
 from tessera.capture.recorder import Ledger
 from tessera.errors import CaptureError
@@ -50,6 +50,23 @@ def test_reading_a_value_on_the_host_is_refused() -> None:
     """What runs would depend on it."""
     with pytest.raises(CaptureError, match="on the host"), ExternCalls(Ledger()):
         torch.ones(1).item()
+
+
+def test_an_argument_that_is_conjugated_by_a_flag_is_refused() -> None:
+    """Its bytes are other values."""
+    ledger, a = Ledger(), torch.ones(2, 2, dtype=torch.complex64)
+    ledger.declare(BufferKind.INPUT, {"a": a})
+    with (
+        pytest.raises(CaptureError, match=r"an argument of aten\.mm.* conjugated by a flag"),
+        ExternCalls(ledger),
+    ):
+        torch.mm(a.mH, a)
+
+
+def test_experts_that_torch_does_not_compile_are_refused_by_their_type() -> None:
+    """Grouped products of 32 bits."""
+    with pytest.raises(CaptureError, match=r"experts in float32 cannot be compiled.*bfloat16"), StepTracer():
+        torch._grouped_mm(torch.ones(4, 16), torch.ones(2, 16, 16), offs=torch.ones(2, dtype=torch.int32))
 
 
 def test_draws_change_the_state_of_their_generator() -> None:
