@@ -77,8 +77,6 @@ class EngineConnection:
         self._changed = threading.Condition()
         self._values: dict[str, bytes] = {}
         self._is_over = False
-        # True: the loop reads its messages itself; the mailbox's thread only while the loop does not.
-        self.leads = False
         self._waiting = 0
         self.where: Callable[[], list[tuple[int, int, int]]] = list
         self.ended: Callable[[], object] = lambda: None
@@ -118,7 +116,8 @@ class EngineConnection:
             return self._values[key]
 
     def take(self, block: bool) -> Any:
-        if self.leads and self._news.empty() and not self._is_over:
+        """Reads messages itself; the mailbox's thread does while its caller computes."""
+        if self._news.empty() and not self._is_over:
             self._lead(block)
         if not block and self._news.empty():  # the usual case, without an exception
             return None
@@ -137,7 +136,7 @@ class EngineConnection:
 
     @property
     def is_empty(self) -> bool:
-        return self._news.empty() and not (self.leads and self.mailbox.has_news)
+        return self._news.empty() and not self.mailbox.has_news
 
     def end(self) -> None:
         """The loop sees a Hangup, and threads that wait for values give up."""

@@ -169,13 +169,10 @@ class Hub:
                 return None
             self._mailbox.pump(max(0.0, min(times) - time.monotonic()) if times else None)
 
-    def order(self, device: int, message: messages.Message) -> bool:
-        """Does not wait; False if the worker is not there."""
-        return self.send(device, messages.encode(message))
-
-    def send(self, device: int, data: bytes) -> bool:
+    def order(self, device: int, message: messages.Message | bytes) -> bool:
+        """Does not wait; False if the worker is not there. `message`: also an encoded one."""
         connection = self.members[device].connection
-        return connection is not None and connection.send(data)
+        return connection is not None and connection.send(message)
 
     def wake(self) -> None:
         """Makes `take` return a Wake of NOBODY; from any thread."""

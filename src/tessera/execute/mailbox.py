@@ -15,6 +15,7 @@ loop (`lead`), or the mailbox's own thread while the loop computes.
 import contextlib
 import errno
 import hmac
+import itertools
 import os
 import select
 import socket
@@ -111,12 +112,12 @@ class _End:
     hear: Hear
     max_bytes: Callable[[PeerConnection], int]
     connection: PeerConnection | None = None
-    # Listener: peers by routing id and by file descriptor; closed descriptors.
+    # Listener: peers by routing id and by file descriptor.
     by_name: dict[bytes, PeerConnection] = field(default_factory=dict)
     by_fd: dict[int, PeerConnection] = field(default_factory=dict)
-    closed_fds: set[int] = field(default_factory=set)
+    # Of every open descriptor.
     hosts: dict[int, str] = field(default_factory=dict)
-    closing: list[tuple[PeerConnection, Hangup]] = field(default_factory=list)
+    closing: deque[tuple[PeerConnection, Hangup]] = field(default_factory=deque)
     # Why the handshake failed of the connection that is reported as closed next; empty: the peer left.
     refusal: str | None = None
 
@@ -134,8 +135,7 @@ class Mailbox:
         # By the file descriptors of its socket and its monitor.
         self._by_fd: dict[int, _End] = {}
         self._ends: list[_End] = []
-        self._num_sockets = 0
-        self._broken: deque[PeerConnection] = deque()
+        self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
         self._is_over = False
         # Held by the thread that pumps; calls of `lead` so far.
@@ -216,8 +216,6 @@ class Mailbox:
                 ready[end] = None
         for end in ready:
             self._drain(end)
-        while self._broken:
-            self._hang_up(self._broken.popleft(), Hangup())
 
     def lead(self, timeout_s: float | None) -> bool:
         """Pumps in place of the mailbox's thread; False while that one does."""
@@ -253,7 +251,7 @@ class Mailbox:
                     self.wake()
                 return True
             except zmq.ZMQError:
-                self._broken.append(connection)
+                end.closing.append((connection, Hangup()))
         self.wake()
         return False
 
@@ -294,9 +292,7 @@ class Mailbox:
         }
         for option, value in options.items():
             zmq_socket.setsockopt(option, value)
-        with self._lock:
-            self._num_sockets += 1
-        monitor = zmq_socket.get_monitor_socket(addr=f"inproc://monitor-{self._num_sockets}")
+        monitor = zmq_socket.get_monitor_socket(addr=f"inproc://monitor-{next(self._numbers)}")
         return _End(zmq_socket, monitor, hear, max_bytes)
 
     def _add(self, end: _End) -> None:
@@ -341,9 +337,8 @@ class Mailbox:
         self._read_monitor(end)
         while (frames := self._receive(end)) is not None:
             self._deliver(end, frames)
-        closing, end.closing = end.closing, []
-        for connection, hangup in closing:
-            self._hang_up(connection, hangup)
+        while end.closing:
+            self._hang_up(*end.closing.popleft())
 
     def _receive(self, end: _End) -> "list[zmq.Frame] | None":
         with self._lock, contextlib.suppress(zmq.ZMQError):
@@ -376,10 +371,10 @@ class Mailbox:
             fd = int(frame.get(zmq.SRCFD))
             # An earlier connection of this descriptor is closed before it is used again.
             self._read_monitor(end)
-            if fd in end.closed_fds:
-                self._broken.append(connection)
-            else:
+            if fd in end.hosts:
                 end.by_fd[fd] = connection
+            else:
+                end.closing.append((connection, Hangup()))
         return connection
 
     def _hang_up(self, connection: PeerConnection, hangup: Hangup) -> None:
@@ -398,17 +393,15 @@ class Mailbox:
                 return
             kind, value = int(event["event"]), int(event["value"])
             if end.connection is not None:
-                hangup = self._connecting(end.connection, kind)
-                end.closing += [(end.connection, hangup)] if hangup is not None else []
+                if (hangup := self._connecting(end.connection, kind)) is not None:
+                    end.closing.append((end.connection, hangup))
             elif kind == zmq.EVENT_ACCEPTED:
-                end.closed_fds.discard(value)
                 end.hosts[value] = _host(value)
             elif kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 end.refusal = "" if value in (errno.EPIPE, errno.ECONNRESET) else "it was silent"
             elif kind in REFUSALS:
                 end.refusal = REFUSALS[kind]
             elif kind == zmq.EVENT_DISCONNECTED:
-                end.closed_fds.add(value)
                 host, refusal, end.refusal = end.hosts.pop(value, ""), end.refusal, None
                 if (connection := end.by_fd.pop(value, None)) is not None:
                     end.closing.append((connection, Hangup()))

@@ -49,8 +49,7 @@ class PackedTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     data: memoryview
 
     def __post_init__(self) -> None:
-        if self.dtype not in _item_bytes():
-            raise ValueError(f"there is no dtype {self.dtype[:40]!r}")
+        _check_dtype(self.dtype)
         if self.data.nbytes != math.prod(self.shape) * _item_bytes()[self.dtype]:
             raise ValueError(
                 f"a tensor of {self.data.nbytes} bytes is no {self.dtype} of shape {list(self.shape)}"
@@ -61,6 +60,11 @@ class PackedTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 def _item_bytes() -> Mapping[str, int]:
     dtypes = {str(x).removeprefix("torch."): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
     return {name: x.itemsize for name, x in dtypes.items() if not name.startswith(("q", "bits"))}
+
+
+def _check_dtype(name: str) -> None:
+    if name not in _item_bytes():
+        raise ValueError(f"there is no dtype {name[:40]!r}")
 
 
 def pack(tensor: torch.Tensor) -> PackedTensor:
@@ -329,20 +333,23 @@ class WeightRecord:
     name: str
     fingerprint: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[Index, ...]
     stride: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _check_dtype(self.dtype)
 
 
 @dataclass(frozen=True)
 class WorkerConfig:
     """The part of a worker's configuration that can be sent."""
 
-    device: int
+    device: Index
     cluster: Cluster
     traces: tuple[Trace, ...]
     # programs[lane][index], by lane number over all loads.
     programs: tuple[tuple[Program, ...], ...]
-    microbatches: int
+    microbatches: Annotated[int, Meta(ge=1)]
     transport: str = "shm"
     # Restarts of this device, and of every device.
     epoch: int = 0
@@ -419,24 +426,14 @@ def unpack_config(packed: bytes) -> WorkerConfig:
         config = msgspec.msgpack.decode(packed, type=WorkerConfig)
         for record in (config.cluster, *config.traces, *(p for lane in config.programs for p in lane)):
             verify(record)
-        _check_sizes(config)
+        num_devices, num_steps = len(config.cluster.devices), len(config.traces)
+        if config.device >= num_devices or len(config.epochs) != num_devices or not num_steps:
+            raise ValueError(f"there is no device {config.device} of {num_devices} in {num_steps} steps")
+        if any(not 0 <= p.step < num_steps for lane in config.programs for p in lane):
+            raise ValueError("a program names a step that does not exist")
     except (RuleBroken, ValueError, RecursionError) as error:
         raise WorkerError(f"the engine's configuration cannot be read: {error}", "Update both.") from error
     return config
-
-
-def _check_sizes(config: WorkerConfig) -> None:
-    steps, world = len(config.traces), len(config.cluster.devices)
-    if not 0 <= config.device < world or steps == 0 or len(config.epochs) != world:
-        raise ValueError(f"there is no device {config.device} of {world} in {steps} steps")
-    if config.microbatches < 1:
-        raise ValueError(f"microbatches must be at least 1, got {config.microbatches}")
-    if any(not 0 <= p.step < steps for lane in config.programs for p in lane):
-        raise ValueError("a program names a step that does not exist")
-    for weight in config.weight_records:
-        is_dtype = isinstance(getattr(torch, weight.dtype, None), torch.dtype)
-        if not is_dtype or min(weight.shape, default=0) < 0:
-            raise ValueError(f"weight '{weight.name}' is no tensor")
 
 
 def setup_of(config: WorkerConfig, weights: Mapping[str, torch.Tensor], secret: bytes, host: str) -> Setup:

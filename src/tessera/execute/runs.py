@@ -332,7 +332,7 @@ class Runs:
         if microbatch in self._cancelled:
             self._held.setdefault(microbatch, []).append((device, data))
         else:
-            self.hub.send(device, data)  # a lost worker is reported as a hang-up
+            self.hub.order(device, data)  # a lost worker is reported as a hang-up
 
     def _cancel(self, run: int, devices: Collection[int]) -> None:
         for device in devices:
@@ -347,7 +347,7 @@ class Runs:
         for microbatch in [m for m, runs in self._cancelled.items() if runs.isdisjoint(self._ending)]:
             del self._cancelled[microbatch]
             for device, data in self._held.pop(microbatch, []):
-                self.hub.send(device, data)
+                self.hub.order(device, data)
 
     def _take_state(self, opened: OpenMicrobatch, program: Program) -> dict[int, messages.PackedTensors]:
         """Device -> its state that this run is the first to use."""

@@ -23,7 +23,6 @@ from tessera.ir import Program
 class DeviceWorker(ABC):
     def __init__(self, setup: messages.Setup, engine: EngineConnection) -> None:
         self._setup, self._engine = setup, engine
-        engine.leads = True
         self._programs: list[Sequence[Program]] = []
         self._links = Links(setup, engine.mailbox, engine.post)
         self._links.pages = lambda *news: engine.post(PageNews(*news))
