@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -232,13 +233,7 @@ def close_shared(address: int) -> None:
     ask("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
 
-class _Bytes:
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3,
-        }  # fmt: skip
-
-
 def bytes_at(address: int, num_bytes: int, ordinal: int) -> torch.Tensor:
     """The allocator keeps it alive."""
-    return torch.as_tensor(_Bytes(address, num_bytes), device=card(ordinal))
+    interface = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=card(ordinal))

@@ -61,6 +61,7 @@ class LostWorker:
 
 @dataclass(slots=True)
 class WorkerMember:
+    is_local: bool
     state: WorkerState = "lost"
     # The present worker's, or the next one's.
     epoch: int = 0
@@ -82,7 +83,8 @@ class WorkerMember:
 
     @property
     def is_awaited(self) -> bool:
-        return self.state == "starting" and self.process is None and self.connection is None
+        """True until a remote worker has connected."""
+        return not self.is_local and self.state == "starting" and self.connection is None
 
 
 class Hub:
@@ -110,9 +112,8 @@ class Hub:
         self.names, self._method, self._about = names, method, about
         self.setups = list(setups)
         self._rendezvous = rendezvous
-        self._local = local if rendezvous is not None else frozenset(range(len(names)))
         self._folder = ""
-        self.members = [WorkerMember() for _ in names]
+        self.members = [WorkerMember(rendezvous is None or device in local) for device in range(len(names))]
         self._mailbox: Mailbox | None = None
         # (source, message) of workers, and of this process's own threads.
         self._inbox: deque[tuple[Any, Any]] = deque()
@@ -145,7 +146,7 @@ class Hub:
         for device, setup in enumerate(self.setups):
             progress = torch.full((setup.microbatches, 2), -1, dtype=torch.int64).share_memory_()
             self.setups[device] = replace(setup, progress=progress, **session)  # type: ignore[arg-type]
-        if self._method == FORKSERVER and self._local:
+        if self._method == FORKSERVER and any(member.is_local for member in self.members):
             warm_up()
         self._start_due()
 
@@ -284,7 +285,7 @@ class Hub:
             setup = replace(self.setups[device], epoch=member.epoch, epochs=epochs, name=name)
             member.state, member.due_s, member.started_s = "starting", None, now
             member.setup, member.ask_s = setup, now + ABSENT_S
-            if device in self._local:
+            if member.is_local:
                 self._expected[setup.name] = (device, member.epoch)
                 self._thread(self._try_start, device, setup)
         self._assign()
@@ -314,12 +315,12 @@ class Hub:
         for device, member in enumerate(self.members):
             if member.state == "starting":
                 times += [member.started_s + self._patience_s(device)]
-                times += [member.ask_s] if member.is_awaited and device not in self._local else []
+                times += [member.ask_s] if member.is_awaited else []
         return [t for t in times if t != float("inf")]
 
     def _patience_s(self, device: int) -> float:
         member = self.members[device]
-        if device in self._local or not member.is_awaited or member.epoch == 0:
+        if not member.is_awaited or member.epoch == 0:
             return START_TIMEOUT_S
         is_planned_around = member.failures > QUICK_FAILURES and self.max_failures is None
         return float("inf") if is_planned_around else ABSENT_S
@@ -331,13 +332,13 @@ class Hub:
                 continue
             limit_s = self._patience_s(device)
             if member.started_s + limit_s <= now:
-                if device in self._local or not member.is_awaited:
+                if not member.is_awaited:
                     return device, Hangup(f"it was not ready after {START_TIMEOUT_S:.0f} s")
                 member.started_s, member.ask_s = float("inf"), float("inf")
                 self._thread(self._ask_about, device, member.epoch, limit_s)
             elif member.ask_s <= now:
                 member.ask_s = now + ABSENT_S
-                if member.is_awaited and device not in self._local:
+                if member.is_awaited:
                     self._thread(self._about, device)
         return None
 
@@ -380,7 +381,7 @@ class Hub:
     def _assign(self) -> None:
         if not self._waiting:
             return
-        awaited = {d for d, m in enumerate(self.members) if m.is_awaited and d not in self._local}
+        awaited = {device for device, member in enumerate(self.members) if member.is_awaited}
         for device in sorted(awaited):
             connection = self._group.choose(device, self._waiting, awaited)
             member = self.members[device]
@@ -454,7 +455,7 @@ class Hub:
         assert member.setup is not None
         member.state, member.ready_s, member.address = "ready", time.monotonic(), ready.address
         member.pid = ready.pid if member.pid is None else member.pid
-        if device not in self._local:
+        if not member.is_local:
             member.offset_s = time.monotonic() - ready.clock_s
         self._tell_lanes(device, member.setup)
         for peer, other in enumerate(self.members):

@@ -8,6 +8,7 @@ epoch. A frame that no program could have sent closes the link.
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tessera.execute.mailbox import Hangup, Mailbox, PeerConnection
@@ -28,15 +29,21 @@ CLOSE_S = 1.0
 Frame = LinkFrame | PageFrame | PageTaken
 
 
-class Links:
-    """`post` hears of links that were cut."""
+@dataclass(frozen=True, slots=True)
+class PageNews:
+    peer: int
+    frame: PageFrame | PageTaken
+    contents: memoryview
 
-    def __init__(self, setup: Setup, mailbox: Mailbox, post: Callable[[PeerLost], None]) -> None:
+
+class Links:
+    """`post` gets pages, and reports of links that were cut."""
+
+    def __init__(self, setup: Setup, mailbox: Mailbox, post: Callable[[PeerLost | PageNews], None]) -> None:
         self.epochs = list(setup.epochs)
         self._mailbox, self._device, self._post = mailbox, setup.device, post
-        # Called in the thread that pumps the mailbox; the contents stay valid.
+        # Gets transfers, in the thread that pumps the mailbox; the contents stay valid.
         self.arrived: Callable[[int, LinkFrame, memoryview], None] | None = None
-        self.pages: Callable[[int, PageFrame | PageTaken, memoryview], None] | None = None
         self._largest: Counter[int] = Counter()
         self.load(setup.programs)
         # Peer -> its address, the link to it, and its link to this worker.
@@ -126,8 +133,7 @@ class Links:
             why = f"it sent a frame of {len(contents)} bytes, no program has more than {limit}"
             self._end(connection, why)
         elif not isinstance(frame, LinkFrame):
-            if self.pages is not None:
-                self.pages(peer, frame, contents)
+            self._post(PageNews(peer, frame, contents))
         elif self.arrived is not None:
             self.arrived(peer, frame, contents)
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tessera.execute.driver import LOOK_S
-from tessera.execute.links import Links
+from tessera.execute.links import Links, PageNews
 from tessera.execute.memory import StatePlace, Storage, bytes_of
 from tessera.execute.messages import PIECE_BYTES, Done, Message, MovePages, PageFrame, PageTaken, Setup
 from tessera.execute.transport import IPC, SHM, shared_bytes
@@ -35,13 +35,6 @@ REMEMBERED = 4096
 PageRows = tuple[torch.Tensor, Sequence[int]]
 # (state buffer, bytes of a page, pages here, pages at the destination)
 PiecePart = tuple[str, int, Sequence[int], Sequence[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class PageNews:
-    peer: int
-    frame: PageFrame | PageTaken
-    contents: memoryview
 
 
 class PageCopier:
@@ -161,17 +154,18 @@ class PageMover:
         return bool(self._copying) or any(started)
 
     def hear(self, news: PageNews) -> None:
-        if isinstance(news.frame, PageTaken):
+        frame = news.frame
+        if isinstance(frame, PageTaken):
             way = self._ways[news.peer]
-            slot = way.sent.pop(news.frame.piece, None)
+            slot = way.sent.pop(frame.piece, None)
             if slot is not None:
                 way.free.append(slot)
-        elif news.frame.run in self._cancelled:
-            self._return_slot(news)
-        elif any(self._find(news.frame.place, name) is None for name, _, _ in news.frame.parts):
+        elif frame.run in self._cancelled:
+            self._links.post(news.peer, PageTaken(frame.piece))
+        elif any(self._find(frame.place, name) is None for name, _, _ in frame.parts):
             self._early.append(news)
         else:
-            self._take(news, news.frame)
+            self._take(news.peer, frame, news.contents)
 
     def retry(self) -> None:
         early, self._early = self._early, []
@@ -234,22 +228,22 @@ class PageMover:
         self._add(_Copying(order.run, mark, send, way.free_s + latency_s if wire_s else 0.0))
         return True
 
-    def _take(self, news: PageNews, frame: PageFrame) -> None:
+    def _take(self, peer: int, frame: PageFrame, raw: memoryview) -> None:
         sizes = [size * len(places) for _, size, places in frame.parts]
         for name, size, _ in frame.parts:
             held = self._find(frame.place, name)
             if held is None or size < 1 or size % WORD or held.nbytes() % size:
                 return  # no worker of this session sends that
         if self._folder:
-            contents = self._staging(news.peer, self._device)[frame.slot % SLOTS][: sum(sizes)]
+            contents = self._staging(peer, self._device)[frame.slot % SLOTS][: sum(sizes)]
         else:
-            contents = torch.frombuffer(bytearray(news.contents), dtype=torch.uint8)
+            contents = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         targets = [(self._rows(frame.place, name, size), places) for name, size, places in frame.parts]
         if contents.numel() != sum(sizes) or any(max(p, default=0) >= len(rows) for rows, p in targets):
             return
 
         def finish(is_cancelled: bool) -> None:
-            self._return_slot(news)
+            self._links.post(peer, PageTaken(frame.piece))
             self._put_down(frame.run, frame.total, is_cancelled)
 
         self._add(_Copying(frame.run, self._copier.scatter(targets, contents), finish))
@@ -261,10 +255,6 @@ class PageMover:
         if self._copied[run] == total:
             del self._copied[run]
             self._tell(Done(run, {}, {}))
-
-    def _return_slot(self, news: PageNews) -> None:
-        if isinstance(news.frame, PageFrame):
-            self._links.post(news.peer, PageTaken(news.frame.piece))
 
     def _add(self, copying: _Copying) -> None:
         if copying.is_over:

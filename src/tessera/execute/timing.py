@@ -93,38 +93,38 @@ def repeat(sample: Callable[[], Sequence[float]], enough: Enough) -> list[float]
     return samples
 
 
-class StepMemory:
+class StepMemory(Memory):
+    """A buffer that is not there is only written: a result that the operator does not allocate."""
+
     def __init__(
         self, trace: Trace, launcher: Launcher, device: torch.device, tensors: Tensors | None
     ) -> None:
+        super().__init__({}, fresh(trace, device))
         self._trace, self._launcher, self._device = trace, launcher, device
         self._is_real = tensors is not None
-        self._fresh = fresh(trace, device)
-        self._storages: dict[int, Storage] = {} if tensors is None else self._bind(tensors)
+        self._storages.update(self._bind(tensors or {}))
         self._last = last_uses(trace)
-        self._arguments = [_arguments(trace, x) for x in trace.launches]
-        self._results = [{v.buffer for v in x.outputs if v is not None} for x in trace.launches]
 
     def run(self, launch: int) -> None:
         """Where a launch cannot run, later launches get synthetic tensors."""
         if not self._is_fed(launch):
             return
-        memory = self._memory()
+        before = set(self._storages)
         try:
             with torch.no_grad():
-                self._launcher.run(launch, memory)
+                self._launcher.run(launch, self)
         except LAUNCH_ERRORS:
-            return
-        for buffer in self._arguments[launch] | self._results[launch]:
-            self._storages[buffer] = memory.get(buffer)
-        for buffer in self._last.get(launch, ()):
-            self._storages.pop(buffer, None)
+            for buffer in self._storages.keys() - before:
+                self.free(buffer)
+        else:
+            self._free_unused(launch)
 
     def copies(self, launch: int, cold: frozenset[int], num: int) -> list[Memory]:
         """Written buffers are copied once, cold buffers each time."""
-        base = self._memory() if self._is_fed(launch) else synthetic(self._trace, launch, self._device)
-        arguments = self._arguments[launch]
-        written = {a.buffer for a in self._trace.launches[launch].accesses if a.write or a.atomic} & arguments
+        is_fed, row = self._is_fed(launch), self._trace.launches[launch]
+        base = Memory(self._storages, self._make) if is_fed else synthetic(self._trace, launch, self._device)
+        arguments = _arguments(self._trace, row)
+        written = {a.buffer for a in row.accesses if a.write or a.atomic} & arguments
         shared = {b: base.get(b).clone() if b in written else base.get(b) for b in arguments}
         copies = []
         for number in range(num):
@@ -136,11 +136,9 @@ class StepMemory:
         return copies
 
     def run_all(self) -> None:
-        memory = Memory(self._storages, self._fresh)
         for launch in range(len(self._trace.launches)):
-            self._launcher.run(launch, memory)
-            for buffer in self._last.get(launch, ()):
-                memory.free(buffer)
+            self._launcher.run(launch, self)
+            self._free_unused(launch)
 
     def small_state(self, max_bytes: int) -> list[tuple[Storage, Storage]]:
         state = (self._storages[b] for b in self._trace.buffers_of(BufferKind.STATE) if b in self._storages)
@@ -150,9 +148,9 @@ class StepMemory:
         read = {a.buffer for a in self._trace.launches[launch].accesses if a.read or a.atomic}
         return self._is_real and read <= self._storages.keys()
 
-    def _memory(self) -> Memory:
-        # A missing buffer is only written: a result that the operator does not allocate.
-        return Memory(dict(self._storages), self._fresh)
+    def _free_unused(self, launch: int) -> None:
+        for buffer in self._last.get(launch, ()):
+            self.free(buffer)
 
     def _bind(self, tensors: Tensors) -> dict[int, Storage]:
         buffers = self._trace.buffers

@@ -13,10 +13,10 @@ from typing import Any
 from tessera.errors import TesseraError
 from tessera.execute import messages
 from tessera.execute.engine_connection import EngineConnection
-from tessera.execute.links import Links
+from tessera.execute.links import Links, PageNews
 from tessera.execute.mailbox import Hangup
 from tessera.execute.memory import DeviceState, StatePlace, Storage, is_cleared
-from tessera.execute.page_mover import PageMover, PageNews
+from tessera.execute.page_mover import PageMover
 from tessera.ir import Program
 
 
@@ -25,7 +25,6 @@ class DeviceWorker(ABC):
         self._setup, self._engine = setup, engine
         self._programs: list[Sequence[Program]] = []
         self._links = Links(setup, engine.mailbox, engine.post)
-        self._links.pages = lambda *news: engine.post(PageNews(*news))
         self._pages: PageMover
         self._state: DeviceState
 
