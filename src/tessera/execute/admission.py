@@ -116,7 +116,7 @@ class Turns:
         self._held: dict[int, set[int]] = {}
 
     def holds(self, microbatch: int, cost: StepCost, scale: float, now_s: float) -> bool:
-        """True if the step must wait; `end` will release it. Else it counts as started."""
+        """True if the step must wait; `end` will release it."""
         alone_s = cost.alone_s * scale
         late = [
             other
@@ -125,9 +125,7 @@ class Turns:
         ]
         if late:
             self._held[microbatch] = set(late)
-            return True
-        self.start(microbatch, cost, scale, now_s)
-        return False
+        return bool(late)
 
     def start(self, microbatch: int, cost: StepCost, scale: float, now_s: float) -> None:
         alone_s = cost.alone_s * scale

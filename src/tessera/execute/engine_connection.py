@@ -103,9 +103,7 @@ class EngineConnection:
 
     def get(self, key: str, timeout_s: float) -> bytes:
         """Raises WorkerError after the time, OwnerGone if it will not be set."""
-        with self._changed:
-            is_known = key in self._values
-        if not is_known:
+        if key not in self._values:
             self.tell(messages.StoreGet(key))
         with self._changed:
             self._changed.wait_for(lambda: key in self._values or self._is_over, timeout_s)

@@ -123,7 +123,7 @@ class Hub:
         self._waiting: dict[PeerConnection, messages.Hello] = {}
         self._group = WorkerGroup(len(names), digest)
         self._is_woken = False
-        self._store = Board(self._tell)
+        self._store = Board(self._send)
         self._threads: list[threading.Thread] = []
         self._is_over = threading.Event()
 
@@ -204,9 +204,9 @@ class Hub:
             now = then.extended(lanes[device]) if lanes else then
             self.setups[device] = replace(now, dropped=(*then.dropped, *dropped))
             if self.members[device].state == "ready":
-                self._tell_lanes(device, then)
+                self._send_lanes(device, then)
 
-    def _tell_lanes(self, device: int, then: messages.Setup) -> None:
+    def _send_lanes(self, device: int, then: messages.Setup) -> None:
         """Frees before it allocates."""
         now, num_lanes, num_steps = self.setups[device], len(then.programs), len(then.traces)
         if dropped := now.dropped[len(then.dropped) :]:
@@ -335,14 +335,13 @@ class Hub:
                 if not member.is_awaited:
                     return device, Hangup(f"it was not ready after {START_TIMEOUT_S:.0f} s")
                 member.started_s, member.ask_s = float("inf"), float("inf")
-                self._thread(self._ask_about, device, member.epoch, limit_s)
-            elif member.ask_s <= now:
+                self._thread(self._report_absence, device, member.epoch, limit_s)
+            elif member.is_awaited and member.ask_s <= now:
                 member.ask_s = now + ABSENT_S
-                if member.is_awaited:
-                    self._thread(self._about, device)
+                self._thread(self._about, device)
         return None
 
-    def _ask_about(self, device: int, epoch: int, limit_s: float) -> None:
+    def _report_absence(self, device: int, epoch: int, limit_s: float) -> None:
         reason = self._about(device)
         complaints = self._rendezvous.complaints if self._rendezvous is not None else ()
         if not reason and complaints:
@@ -416,7 +415,7 @@ class Hub:
             case messages.StoreGet(key):
                 self._store.get(source, key)
             case messages.WorkerReady() if member.state == "starting":
-                self._welcome(device, message)
+                self._start_work(device, message)
                 return device, message
             case _:
                 return device, message
@@ -450,21 +449,21 @@ class Hub:
         except WorkerError as error:
             return device, messages.Failed(error.message, error.remedy)
 
-    def _welcome(self, device: int, ready: messages.WorkerReady) -> None:
+    def _start_work(self, device: int, ready: messages.WorkerReady) -> None:
         member = self.members[device]
         assert member.setup is not None
         member.state, member.ready_s, member.address = "ready", time.monotonic(), ready.address
         member.pid = ready.pid if member.pid is None else member.pid
         if not member.is_local:
             member.offset_s = time.monotonic() - ready.clock_s
-        self._tell_lanes(device, member.setup)
+        self._send_lanes(device, member.setup)
         for peer, other in enumerate(self.members):
             if peer != device and other.state == "ready":
                 self.relink(device, peer)
             elif peer != device and other.epoch != member.setup.epochs[peer]:
                 self.order(device, messages.Relink(peer, other.epoch))
 
-    def _tell(self, source: tuple[int, int], message: messages.Message) -> None:
+    def _send(self, source: tuple[int, int], message: messages.Message) -> None:
         device, epoch = source
         if self.members[device].epoch == epoch:
             self.order(device, message)

@@ -135,7 +135,7 @@ class _Run(Watcher[int]):
             self.spans.forget(request)
 
     def lost(self, lost: DeviceLost) -> None:
-        self._faults.append(lost.said)
+        self._faults.append(lost.text)
 
 
 class _One(Content[int]):

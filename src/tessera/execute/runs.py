@@ -204,7 +204,7 @@ class Runs:
     def _due_s(self) -> float:
         return float("inf") if self._timeout_s is None else time.monotonic() + self._timeout_s
 
-    def over(self, run: int, device: int) -> None:
+    def confirm_end(self, run: int, device: int) -> None:
         """Notes that a cancelled run or move has ended on a device."""
         if device in self.unconfirmed([run]):
             self._ending[run][device] -= 1
@@ -215,7 +215,7 @@ class Runs:
         ending = [self._ending[run] for run in runs if run in self._ending]
         return {device for devices in ending for device, num in devices.items() if num}
 
-    def end(self, microbatches: Collection[int], gone: Collection[int]) -> None:
+    def cancel(self, microbatches: Collection[int], gone: Collection[int]) -> None:
         held = {number for number in microbatches if self._held.pop(number, None) is not None}
         for run in [r for r, running in self.running.items() if running.microbatch.number in microbatches]:
             running = self.running.pop(run)

@@ -201,7 +201,7 @@ class Scheduler(Generic[R]):
         elif isinstance(event, DeviceLost):
             self._lose(event)
         elif isinstance(event, DeviceBack):
-            self._welcome(event)
+            self._device_back(event)
         else:
             self._moved(event)
         return event
@@ -237,7 +237,7 @@ class Scheduler(Generic[R]):
         self._open(lane, request)
         return True
 
-    def _awake(self, microbatch: Microbatch[R]) -> None:
+    def _wake_up(self, microbatch: Microbatch[R]) -> None:
         if microbatch.is_idle:
             microbatch.is_idle = False
             self._ready.append(microbatch)
@@ -303,6 +303,7 @@ class Scheduler(Generic[R]):
         self._run(microbatch, call)
 
     def _run(self, microbatch: Microbatch[R], call: StepCall) -> None:
+        self._count(microbatch, call)
         microbatch.running.append(call)
         self.stepper.start(call)
         if microbatch.content.can_look_ahead:
@@ -331,7 +332,6 @@ class Scheduler(Generic[R]):
             microbatch = self.microbatches[held]
             call, microbatch.held = microbatch.held, None
             assert call is not None, "a held-back microbatch has a step"
-            self._count(microbatch, call)
             self._run(microbatch, call)
 
     def _count(self, microbatch: Microbatch[R], call: StepCall) -> None:
@@ -390,7 +390,7 @@ class Scheduler(Generic[R]):
             self._free(*(microbatch.number for microbatch in gone))
         for request in requests:
             self._retry(request, event)
-        self._judge()
+        self._fail_without_lanes()
 
     def _dropped(self, device: str, gone: Sequence[Microbatch[R]]) -> None:
         """Hook: their requests are not yet retried."""
@@ -400,21 +400,21 @@ class Scheduler(Generic[R]):
             num, most = self._retries.get(request, 0) + 1, self._config.max_retries
             if most is not None and num > most:
                 del self._retries[request]
-                self._watcher.failed(request, f"its devices were lost again: {event.said}")
+                self._watcher.failed(request, f"its devices were lost again: {event.text}")
                 return
             self._retries[request] = num
         self.queue.give_back(request)
         self._watcher.retried(request, event)
 
-    def _welcome(self, event: DeviceBack) -> None:
+    def _device_back(self, event: DeviceBack) -> None:
         self.lost.pop(event.device, None)
         for microbatch in self.microbatches.values():
             microbatch.is_old |= event.device in microbatch.without
         self._close_old()
-        self._judge()
+        self._fail_without_lanes()
         self._watcher.back(event)
 
-    def _judge(self) -> None:
+    def _fail_without_lanes(self) -> None:
         """Fails waiting requests if no lane is open or will be."""
         self._may_seat = True
         self.failure = ""
@@ -427,7 +427,7 @@ class Scheduler(Generic[R]):
         if any(not lane.devices & given_up for lane in current):
             return
         last = list(self.lost.values())[-1]
-        self.failure = f"no lane avoids {', '.join(sorted(given_up))}: {last.said}"
+        self.failure = f"no lane avoids {', '.join(sorted(given_up))}: {last.text}"
         self._fail_waiting()
 
     def _fail_waiting(self) -> None:

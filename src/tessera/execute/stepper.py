@@ -65,7 +65,7 @@ class DeviceLost:
     is_certain: bool = True
 
     @property
-    def said(self) -> str:
+    def text(self) -> str:
         place = f"device {self.device}: "
         return place + self.message.removeprefix(place)
 

@@ -224,7 +224,7 @@ class WorkerStepper(Runs):
                 if not self.has_moved(device, message.run):
                     self._collect(device, message)
             case messages.Cancelled(run):
-                self.over(run, device)
+                self.confirm_end(run, device)
             case messages.WorkerReady():
                 self.lanes.lost.discard(self._names[device])
                 self._events.append(stepper.DeviceBack(self._names[device]))
@@ -262,10 +262,9 @@ class WorkerStepper(Runs):
         return None if not times or min(times) == float("inf") else min(times)
 
     def _look_at_clock(self) -> None:
-        next_s = self._next_s()
-        if next_s is None or time.monotonic() < next_s:
+        now, next_s = time.monotonic(), self._next_s()
+        if next_s is None or now < next_s:
             return
-        now = time.monotonic()
         for inquiry in [i for i in self._inquiries if i.until_s <= now]:
             if inquiry in self._inquiries:  # a loss ends inquiries
                 self._decide(inquiry)
@@ -326,7 +325,7 @@ class WorkerStepper(Runs):
             return
         self._cuts[pair] += 1
         self._stale[pair] = [run for run, running in going.items() if running.microbatch.number in hit]
-        self.end(hit, set())
+        self.cancel(hit, set())
         one, message = self._names[device], f"{words}; both workers answer, and it is opened again"
         is_certain = self._cuts[pair] > MAX_CUTS
         self._events.append(stepper.DeviceLost(one, tuple(hit), message, 0, 0.0, is_certain))
@@ -338,21 +337,21 @@ class WorkerStepper(Runs):
         lost = self.hub.lose(device)
         place = f"device {self._names[device]}"
         message = str(WorkerError(f"{what} ({lost.how}), {where}", remedy or REMEDY, place))
-        self._tell_lost(device, message, lost, is_certain)
+        self._report_loss(device, message, lost, is_certain)
         if not self.hub.restarts_together:
             return
         for other, name in enumerate(self._names):
             if other != device:
                 others = self.hub.lose(other, counts=False)
                 message = f"device {name}: started again, since {self._names[device]} was lost"
-                self._tell_lost(other, message, others, is_certain)
+                self._report_loss(other, message, others, is_certain)
 
-    def _tell_lost(self, device: int, message: str, lost: LostWorker, is_certain: bool) -> None:
+    def _report_loss(self, device: int, message: str, lost: LostWorker, is_certain: bool) -> None:
         name = self._names[device]
         self.lanes.lost.add(name)
         self._inquiries = [i for i in self._inquiries if device not in i.devices]
         hit = [number for number, opened in self.opened.items() if name in opened.lane.devices]
-        self.end(hit, {device})
+        self.cancel(hit, {device})
         self._events.append(
             stepper.DeviceLost(name, tuple(sorted(hit)), message, lost.failures, lost.retry_s, is_certain)
         )

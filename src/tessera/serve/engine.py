@@ -311,7 +311,7 @@ class Engine(Watcher[ActiveRequest]):
 
 def said_of(lost: DeviceLost) -> str:
     again = "it is not tried again" if lost.retry_s is None else f"it is tried again in {lost.retry_s:g} s"
-    return f"lost {lost.said.rstrip('.')} ({again}; failure {lost.failures} in a row)"
+    return f"lost {lost.text.rstrip('.')} ({again}; failure {lost.failures} in a row)"
 
 
 def _note_prompt(batch: SequenceBatch, done: StepDone, row: int, request: ActiveRequest) -> bool:

@@ -116,7 +116,7 @@ class Router(Scheduler[ActiveRequest]):
         names = [policy.policy for policy in policies]
         self.policy = names.index(name) if name in names else 0
         self._renew()
-        self._judge()
+        self._fail_without_lanes()
         return is_new
 
     def move_s(self) -> float:
@@ -144,7 +144,7 @@ class Router(Scheduler[ActiveRequest]):
         self._close_old()
         self._may_seat = True
         for microbatch in self.microbatches.values():
-            self._awake(microbatch)
+            self._wake_up(microbatch)
         self._note_switched()
 
     def _note_switched(self) -> None:
@@ -289,7 +289,7 @@ class Router(Scheduler[ActiveRequest]):
         popped = self.queue.pop()
         assert popped is request, "only this thread takes requests"
         batch_of(microbatch).add(request, goes_on)
-        self._awake(microbatch)
+        self._wake_up(microbatch)
         self._watcher.seated(request, microbatch)
         return True
 
@@ -390,7 +390,7 @@ class Router(Scheduler[ActiveRequest]):
     def awake_waiting(self) -> None:
         for microbatch in self.microbatches.values():
             if microbatch.is_idle and microbatch.content.num_used:
-                self._awake(microbatch)
+                self._wake_up(microbatch)
 
     def _send(self, transit: MovingSequence) -> None:
         """Sends full pages; all of them and the sequence once its tokens are read."""
@@ -443,8 +443,8 @@ class Router(Scheduler[ActiveRequest]):
             source.leave(request)
         batch_of(transit.destination).arrive(request, pages, read, transit.num_expected, row)
         self._may_seat = True
-        self._awake(transit.destination)
-        self._awake(transit.source)
+        self._wake_up(transit.destination)
+        self._wake_up(transit.source)
 
     def _moved(self, event: Moved) -> None:
         move = self._moves.pop(event.number)
@@ -474,7 +474,7 @@ class Router(Scheduler[ActiveRequest]):
         self.awake_waiting()
         for end in transit.ends:
             if end in self.microbatches and self.microbatches[end].is_old:
-                self._awake(self.microbatches[end])
+                self._wake_up(self.microbatches[end])
 
     def _can_close(self, microbatch: RoutedMicrobatch) -> bool:
         return not any(microbatch.number in move.transit.ends for move in self._moves.values())
@@ -489,7 +489,7 @@ class Router(Scheduler[ActiveRequest]):
             self._restart(transit.request, batch)
         else:
             batch.hold(transit.request, False)
-            self._awake(transit.source)
+            self._wake_up(transit.source)
 
     def _end_transit(self, transit: MovingSequence) -> None:
         del self._transits[transit.request]
@@ -565,6 +565,6 @@ class Router(Scheduler[ActiveRequest]):
             batch_of(microbatch).clear()
         self.awake_waiting()
 
-    def _welcome(self, event: DeviceBack) -> None:
-        super()._welcome(event)
+    def _device_back(self, event: DeviceBack) -> None:
+        super()._device_back(event)
         self._renew()
