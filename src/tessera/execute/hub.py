@@ -162,13 +162,11 @@ class Hub:
                     return news
             if (late := self._late()) is not None:
                 return late
+            now = time.monotonic()
             times = [t for t in (deadline, *self._times()) if t is not None]
-            if deadline is not None and time.monotonic() >= deadline:
-                self._mailbox.pump(0.0)
-                if self._inbox:
-                    continue
+            self._mailbox.pump(max(0.0, min(times) - now) if times else None)
+            if deadline is not None and deadline <= now and not self._inbox:
                 return None
-            self._mailbox.pump(max(0.0, min(times) - time.monotonic()) if times else None)
 
     def order(self, device: int, message: messages.Message | bytes) -> bool:
         """Does not wait; False if the worker is not there. `message`: also an encoded one."""
@@ -225,12 +223,11 @@ class Hub:
         # The epoch of a lost worker is its successor's, which has not started.
         return DeviceStatus(member.state, member.pid, max(0, member.epoch - (member.state == "lost")))
 
-    def progress(self, device: int) -> dict[int, tuple[int, int]]:
-        """Microbatch -> (run, position), also of a dead worker; empty if no memory is shared."""
+    def progress(self, device: int) -> dict[int, int]:
+        """Run -> position, also of a dead worker; empty if no memory is shared."""
         shared = self.setups[device].progress
-        if shared is None:
-            return {}
-        return {m: (run, position) for m, (run, position) in enumerate(shared.tolist()) if run >= 0}
+        rows = [] if shared is None else shared.tolist()
+        return {run: position for run, position in rows if run >= 0}
 
     def stop(self) -> None:
         self._is_over.set()

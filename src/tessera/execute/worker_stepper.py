@@ -358,7 +358,7 @@ class WorkerStepper(Runs):
         self._fail_moves(hit, f"{name} was lost", {device})
 
     def _whereabouts(self, device: int) -> str:
-        positions = dict(self.hub.progress(device).values())
+        positions = self.hub.progress(device)
         for inquiry in self._inquiries:
             positions |= inquiry.answers.get(device, {})
         mine = []
