@@ -108,19 +108,13 @@ class _Handed:
         return os.open(self._path, os.O_RDWR)
 
 
-class _Descriptors:
-    """Multiprocessing passes descriptors to a child by this interface."""
-
-    DupFd = _Handed
-
-    @staticmethod
-    def duplicate_for_child(fd: int) -> int:
-        return fd
+# The interface by which multiprocessing passes descriptors to a child.
+DESCRIPTORS = types.SimpleNamespace(DupFd=_Handed, duplicate_for_child=lambda fd: fd)
 
 
 def hand_over(pipe: Connection, value: Any) -> None:
     """Raises OSError if the other process is gone."""
-    context.set_spawning_popen(_Descriptors())  # type: ignore[arg-type]
+    context.set_spawning_popen(DESCRIPTORS)  # type: ignore[arg-type]
     try:
         data = ForkingPickler.dumps(value)
     finally:
