@@ -111,8 +111,9 @@ class Lanes:
         self.costs: list[Costs | None] = []
         self.homes: dict[str, Home] = {}
         self.lost: set[str] = set()
-        # Per loaded plan: number of its first lane, and its shares.
-        self._tables: list[tuple[int, LaneShares]] = []
+        # Number of the first lane of the loaded plans, and the shares of each plan.
+        self._first = 0
+        self._shares: list[LaneShares] = []
         self._old: dict[int, LoadedLane] = {}
         self._num_homes = 0
         self.load(plans)
@@ -120,19 +121,22 @@ class Lanes:
     def load(self, plans: Sequence[Plan]) -> tuple[LoadedLane, ...]:
         check_alike([*([self.all[0].plan] if self.all else []), *plans])
         self._add_homes(plans)
-        first = len(self.all)
-        if self._tables:
-            self._old |= {lane.number: lane for lane in self.all[self._tables[0][0] :]}
-        self._tables = []
+        self._old |= {lane.number: lane for lane in self.current}
+        self._first = len(self.all)
+        self._shares = [LaneShares(shares_of(plan.lanes, plan.lane_table)) for plan in plans]
         for policy, plan in enumerate(plans):
-            self._tables.append((len(self.all), LaneShares(shares_of(plan.lanes, plan.lane_table))))
             steps = self._number_steps(plan)
             home = self.homes[plan.home].number if plan.home else None
             for index in range(len(plan.lanes)):
                 devices = devices_of(plan, index)
                 rows = {} if home is None else _state_buffers(plan, plan.lanes[index])[1]
                 self.all.append(LoadedLane(len(self.all), plan, policy, index, devices, steps, home, rows))
-        return tuple(self.all[first:])
+        return self.current
+
+    @property
+    def current(self) -> tuple[LoadedLane, ...]:
+        """Lanes of the loaded plans."""
+        return tuple(self.all[self._first :])
 
     def _number_steps(self, plan: Plan) -> tuple[int, ...]:
         numbers: list[int] = []
@@ -156,7 +160,7 @@ class Lanes:
         for number in gone:
             del self._old[number]
         if gone:
-            kept = {lane.home for lane in (*self._old.values(), *self.all[self._tables[0][0] :])}
+            kept = {lane.home for lane in (*self._old.values(), *self.current)}
             self.homes = {name: home for name, home in self.homes.items() if home.number in kept}
         return gone
 
@@ -179,24 +183,22 @@ class Lanes:
         self.homes, self._num_homes = homes, num
 
     def open(self, policy: int | None = None) -> list[LoadedLane]:
-        tables = self._tables if policy is None else self._tables[policy : policy + 1]
-        lanes = [self.all[first + i] for first, table in tables for i in range(len(table.open))]
+        lanes = [lane for lane in self.current if policy in (None, lane.policy)]
         return [lane for lane in lanes if not lane.devices & self.lost]
 
     def take(self, policy: int) -> LoadedLane | None:
         """A lane of the policy, else of another; None: none is usable."""
-        for candidate in (policy, *(p for p in range(len(self._tables)) if p != policy)):
-            first, table = self._tables[candidate]
-            allowed = [lane.index for lane in self.open(candidate)]
-            if allowed:
-                return self.all[first + table.take(allowed)]
+        for candidate in (policy, *(p for p in range(len(self._shares)) if p != policy)):
+            lanes = {lane.index: lane for lane in self.open(candidate)}
+            if lanes:
+                return lanes[self._shares[candidate].take(list(lanes))]
         return None
 
     def give_back(self, number: int) -> None:
         """Lanes of replaced plans are not counted."""
-        for first, table in self._tables:
-            if 0 <= number - first < len(table.open):
-                table.give_back(number - first)
+        if number >= self._first:
+            lane = self.all[number]
+            self._shares[lane.policy].give_back(lane.index)
 
 
 def devices_of(plan: Plan, index: int) -> frozenset[str]:

@@ -422,9 +422,7 @@ class Scheduler(Generic[R]):
         if lanes.open():
             return
         given_up = {name for name, lost in self.lost.items() if lost.retry_s is None}
-        plans = self.stepper.plans
-        current = [lane for lane in lanes.all if any(lane.plan is plan for plan in plans)]
-        if any(not lane.devices & given_up for lane in current):
+        if any(not lane.devices & given_up for lane in lanes.current):
             return
         last = list(self.lost.values())[-1]
         self.failure = f"no lane avoids {', '.join(sorted(given_up))}: {last.text}"
