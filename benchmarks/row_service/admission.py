@@ -198,7 +198,7 @@ class RowScheduler(Scheduler[R]):
         names = [plan.policy for plan in self.stepper.plans]
         self.policy = names.index(name) if name in names else 0
         self._renew()
-        self._judge()
+        self._fail_without_lanes()
 
     def round(self, timeout_s: float | None) -> Event | None:
         """Seats, starts, waits and settles; returns the event, None after the timeout or a wake.
@@ -243,7 +243,7 @@ class RowScheduler(Scheduler[R]):
         else:
             assert not isinstance(found, bool)
             found.content.add(request)
-            self._awake(found)
+            self._wake_up(found)
             self._watcher.seated(request, found)
         return True
 

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import count
 
 from tessera.errors import MismatchError
 from tessera.execute.lower import homes_of, in_order, lower, outputs_of
@@ -115,7 +116,7 @@ class Lanes:
         self._first = 0
         self._shares: list[LaneShares] = []
         self._old: dict[int, LoadedLane] = {}
-        self._num_homes = 0
+        self._numbers = count()
         self.load(plans)
 
     def load(self, plans: Sequence[Plan]) -> tuple[LoadedLane, ...]:
@@ -170,17 +171,17 @@ class Lanes:
 
     def _add_homes(self, plans: Sequence[Plan]) -> None:
         """Raises MismatchError if plans of one home differ in pages."""
-        homes, num = dict(self.homes), self._num_homes
+        homes = dict(self.homes)
         for plan in (plan for plan in plans if plan.home):
             for lane in plan.lanes:
                 buffers, _ = _state_buffers(plan, lane)
                 if plan.home not in homes:
-                    homes[plan.home], num = Home(num, buffers), num + 1
+                    homes[plan.home] = Home(next(self._numbers), buffers)
                 if homes[plan.home].buffers != buffers:
                     message = f"plans of home '{plan.home}' have pages of other sizes or on other devices"
                     remedy = "Give lanes with other pages another home."
                     raise MismatchError(message, remedy, f"the {plan.policy} plan")
-        self.homes, self._num_homes = homes, num
+        self.homes = homes
 
     def open(self, policy: int | None = None) -> list[LoadedLane]:
         lanes = [lane for lane in self.current if policy in (None, lane.policy)]

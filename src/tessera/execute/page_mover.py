@@ -14,6 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ class PageMover:
         self._cancelled: deque[int] = deque(maxlen=REMEMBERED)
         self._early: list[PageNews] = []
         # Pieces of an earlier worker of this device have other numbers.
-        self._num_pieces = setup.epoch << 32
+        self._numbers = count(setup.epoch << 32)
 
     def order(self, order: MovePages) -> None:
         pieces = cut(order)
@@ -208,8 +209,7 @@ class PageMover:
             mark = self._copier.copy(sources, targets)
             self._add(_Copying(order.run, mark, partial(self._put_down, order.run, job.total)))
             return True
-        slot, piece = way.free.pop(), self._num_pieces
-        self._num_pieces += 1
+        slot, piece = way.free.pop(), next(self._numbers)
         size = sum(size * len(pages) for _, size, pages, _ in parts)
         contents = self._staging(self._device, device)[slot][:size]
         wire_s, latency_s = self._hold_s(device, size)

@@ -15,7 +15,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import count, zip_longest
 
 import torch
 
@@ -87,7 +87,7 @@ class Runs:
         # Closed by a loss that was not reported yet.
         self.dead: set[int] = set()
         self.running: dict[int, Running] = {}
-        self._num_runs = 0
+        self._numbers = count(1)
         # Cancelled run or move, until it has ended everywhere -> ends that each device has still to report.
         self._ending: dict[int, Counter[int]] = {}
         # Microbatch -> its cancelled runs, and the orders that wait for their end.
@@ -109,8 +109,7 @@ class Runs:
         return self.lanes.graphs[program.step].trace
 
     def new_run(self) -> int:
-        self._num_runs += 1
-        return self._num_runs
+        return next(self._numbers)
 
     def _open(self, microbatch: int, lane: LoadedLane, state: Tensors | None) -> None:
         self.opened[microbatch] = OpenMicrobatch(microbatch, lane, dict(state or {}))

@@ -16,10 +16,10 @@ requests wait as long as a lost device is retried; else all fail with one messag
 Imports no torch.
 """
 
-import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Generic, Protocol, TypeVar
 
 from tessera.execute.admission import PATIENCE, FairQueue, StepCost, Turns, costs_of
@@ -148,9 +148,6 @@ class Scheduler(Generic[R]):
         self._turns = Turns(self._config.patience)
         self._costs: dict[int, tuple[StepCost, ...]] = {}
         self._ready: list[Microbatch[R]] = []
-        # Numbers of closed microbatches (heap), and the next unused number.
-        self._unused: list[int] = []
-        self._num_numbers = 0
         # False if nothing changed since no request could be seated.
         self._may_seat = True
         self._measure()
@@ -243,10 +240,7 @@ class Scheduler(Generic[R]):
             self._ready.append(microbatch)
 
     def _open(self, lane: LoadedLane, request: R | None = None) -> Microbatch[R]:
-        if self._unused:
-            number = heapq.heappop(self._unused)
-        else:
-            number, self._num_numbers = self._num_numbers, self._num_numbers + 1
+        number = next(number for number in count() if number not in self.microbatches)
         costs = self._costs_of(lane)
         lost = self.stepper.lanes.lost
         without = frozenset(lost) if lost else frozenset()
@@ -267,9 +261,7 @@ class Scheduler(Generic[R]):
         return self._costs[lane.number]
 
     def _close(self, microbatch: Microbatch[R]) -> None:
-        number = microbatch.number
-        del self.microbatches[number]
-        heapq.heappush(self._unused, number)
+        del self.microbatches[microbatch.number]
         self.stepper.lanes.give_back(microbatch.lane.number)
         self._may_seat = True
 
