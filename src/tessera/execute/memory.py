@@ -14,7 +14,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import cycle, zip_longest
 from typing import Any
 
 import torch
@@ -167,10 +167,16 @@ def _lane_bytes(
     return sum(state.values()) + most + ir.SLOTS * ring
 
 
+def fetches(trace: ir.Trace, program: ir.Program, device: int) -> dict[int, list[int]]:
+    """Launch -> the weights that are fetched for it."""
+    launches = (x.launch for x in program.instructions[device] if isinstance(x, ir.Fetch))
+    return {launch: fetched_by(trace, program, device, launch) for launch in launches}
+
+
 def slot_bytes(trace: ir.Trace, program: ir.Program, device: int) -> tuple[int, ...]:
     """Bytes of a place for the weights of one launch."""
-    column = (x.launch for x in program.instructions[device] if isinstance(x, ir.Fetch))
-    each = [[trace.buffers[b].size_bytes for b in fetched_by(trace, program, device, n)] for n in column]
+    weights = fetches(trace, program, device).values()
+    each = [[trace.buffers[buffer].size_bytes for buffer in buffers] for buffers in weights]
     return tuple(map(max, zip_longest(*each, fillvalue=0)))
 
 
@@ -445,12 +451,8 @@ class DeviceState:
         if (microbatch, sizes) not in self.rings:
             self.rings[microbatch, sizes] = [[self._zeros(size) for size in sizes] for _ in range(ir.SLOTS)]
         ring = self.rings[microbatch, sizes]
-        launches = [x.launch for x in program.instructions[self._device] if isinstance(x, ir.Fetch)]
-        weights = [fetched_by(trace, program, self._device, launch) for launch in launches]
-        return {
-            launch: dict(zip(weights[n], ring[n % ir.SLOTS], strict=False))
-            for n, launch in enumerate(launches)
-        }
+        in_turn = zip(fetches(trace, program, self._device).items(), cycle(ring), strict=False)
+        return {launch: dict(zip(buffers, places, strict=False)) for (launch, buffers), places in in_turn}
 
     def _zeros(self, size_bytes: int) -> Storage:
         return torch.zeros(size_bytes, dtype=torch.uint8, device=self._card).untyped_storage()

@@ -167,6 +167,7 @@ class LaunchTimer(ABC):
 
     def __init__(self, trace: Trace, device: torch.device, make_tensors: MakeTensors) -> None:
         self._trace, self._device, self._make_tensors = trace, device, make_tensors
+        self._launcher = Launcher(trace, device)
         self.remarks: tuple[str, ...] = ()
 
     @abstractmethod
@@ -195,10 +196,6 @@ class LaunchTimer(ABC):
     def _tensors(self) -> Tensors | None:
         tensors, self.remarks = self._make_tensors()
         return tensors
-
-    @cached_property
-    def _launcher(self) -> Launcher:
-        return Launcher(self._trace, self._device)
 
     @cached_property
     def _memory(self) -> StepMemory:
