@@ -335,4 +335,4 @@ def test_every_request_ends_once_whatever_happens(data: st.DataObject) -> None:
         assert rounds < 1000
 
     assert [str(n) for n in range(num)] == sorted(diary.finished_jobs, key=int)
-    assert all(sum(table.open) == 0 for _, table in stepper.lanes._tables)
+    assert all(sum(shares.open) == 0 for shares in stepper.lanes._shares)
