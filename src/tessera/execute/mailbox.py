@@ -115,7 +115,7 @@ class _End:
     # Listener: peers by routing id and by file descriptor.
     by_name: dict[bytes, PeerConnection] = field(default_factory=dict)
     by_fd: dict[int, PeerConnection] = field(default_factory=dict)
-    # Of every open descriptor.
+    # Hosts of open descriptors.
     hosts: dict[int, str] = field(default_factory=dict)
     closing: deque[tuple[PeerConnection, Hangup]] = field(default_factory=deque)
     # Why the handshake failed of the connection that is reported as closed next; empty: the peer left.
