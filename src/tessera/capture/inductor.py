@@ -17,6 +17,7 @@ is not reused, which would tie unrelated launches.
 """
 
 import contextlib
+import functools
 import itertools
 import operator
 import warnings
@@ -91,11 +92,9 @@ class StepTracer(OperatorMode):
         return self._know(self.graph.create_node("get_attr", name), tensor)
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+        if func is torch.ops.aten._grouped_mm.default and not _compiles_groups(args[0].dtype):
             kind = str(args[0].dtype).removeprefix("torch.")
-            message = (
-                f"experts in {kind} cannot be compiled: torch compiles grouped products of bfloat16 alone"
-            )
+            message = f"experts in {kind} cannot be compiled: this torch compiles no grouped products of them"
             fail(message, "Give config.json a dtype of bfloat16, or plan with --launches eager.", "")
         recorded = tree_map_only(torch.Tensor, self.node, (args, kwargs))
         check_operator(func, args, kwargs, _is_unknown)
@@ -117,6 +116,17 @@ class StepTracer(OperatorMode):
         if isinstance(value, torch.Tensor):
             self._nodes[id(value)] = node
         return node
+
+
+@functools.cache
+def _compiles_groups(dtype: torch.dtype) -> bool:
+    """Compiling asks for the shape of the result, which older versions of torch give for bfloat16 alone."""
+    x, weights = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((4, 16), (2, 16, 16)))
+    try:
+        torch._grouped_mm(x, weights, offs=torch.empty(2, dtype=torch.int32, device="meta"))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _is_unknown(value: Any) -> bool:
