@@ -109,7 +109,8 @@ class ServicePlanner:
         try:
             return plan_service([self._drafts], make, self._rehearse, policies=names)
         except PlanInfeasible as error:
-            raise (errors or [error])[-1] from error
+            short = [x for x in errors if isinstance(x, DeviceMemoryError)]  # says what is short where
+            raise (short or errors or [error])[-1] from error
 
     @cached_property
     def _drafts(self) -> fluid.CapturedModel:

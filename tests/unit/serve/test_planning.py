@@ -154,6 +154,14 @@ def test_too_little_memory_says_what_to_lower(layer_bytes: int, remedy: str) -> 
         prepare("tiny-llama", Cluster((small,), ()), ServeSpec(microbatches=2, rows=4, capacity=4096))
 
 
+def test_a_refusal_names_the_device_that_is_short() -> None:
+    """Where no policy was chosen, none is blamed."""
+    names, size = ("emu:a100", "emu:l40s"), 200_000 * num_layers()
+    devices = tuple(Device(name, DeviceKind.EMU, name[4:], size) for name in names)
+    with pytest.raises(DeviceMemoryError, match=r"device emu:.* are needed .* more than its .* add a device"):
+        prepare("tiny-llama", make_cluster(devices, "pcie4"), ServeSpec(microbatches=2, rows=4, capacity=256))
+
+
 def test_a_model_with_attention_of_its_own_has_pages_for_all_rows(tmp_path: Path) -> None:
     """Also where nobody says how many pages there are."""
     next(model for model in MODELS if model.name == "falcon").write(tmp_path)
