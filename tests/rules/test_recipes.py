@@ -62,7 +62,7 @@ def follow(source: Path) -> None:
         before = path.read_text(encoding="utf-8")
         if path.suffix == ".json":
             table = json.loads(before)
-            table["gpus"].append(json.loads(text))
+            table.append(json.loads(text))
             after = json.dumps(table)
         elif "opcodes" in name:
             after = before.replace('_ROWS = """\n', f'_ROWS = """\n{text}')

@@ -5,16 +5,9 @@ measurements. Memory is the advertised size in units of 1e9 bytes.
 """
 
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
-
-import msgspec
 
 from tessera.errors import check_known
 from tessera.ir.files import packaged
-
-# Default: the first with a quote. The card's note explains an estimate.
-PROVIDERS = ("RunPod", "Lambda", "AWS", "GCP", "estimate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +49,7 @@ class Gpu:
     # Per direction; AMD: Infinity Fabric.
     nvlink_gbps: float | None
     pcie_gen: int
-    # (provider, USD per hour), default first.
+    # (provider, USD per hour): RunPod, Lambda, AWS, GCP, estimate; the first is the default.
     prices: tuple[tuple[str, float], ...]
     effective: Effective | None
     spec_source: str
@@ -79,31 +72,19 @@ class Gpu:
         return self.prices[0][0] if self.prices else ""
 
 
-@cache
-def _table() -> dict[str, Gpu]:
-    doc = packaged("profile", "gpus.json", dict[str, Any])
-    return {row["name"]: _gpu(row, doc) for row in doc["gpus"]}
-
-
-def _gpu(row: dict[str, Any], doc: dict[str, Any]) -> Gpu:
-    sources = {
-        "prices": sorted(row["prices"], key=lambda price: PROVIDERS.index(price[0])),
-        "effective_source": doc["effective_source"] if row["effective"] else "not measured",
-        "price_source": doc["price_source"],
-    }
-    return msgspec.convert(row | sources, Gpu)
-
-
 def clock_ghz(spec: Gpu) -> float:
     """From the fp32 peak: two operations per lane and cycle."""
     old = spec.compute_capability.startswith("7.") or spec.compute_capability == "8.0"
     return spec.fp32_tflops * 1e3 / (2 * (64 if old else 128) * spec.num_sms)
 
 
+GPUS = {one.name: one for one in packaged("profile", "gpus.json", tuple[Gpu, ...])}
+
+
 def known_gpus() -> tuple[Gpu, ...]:
-    return tuple(_table().values())
+    return tuple(GPUS.values())
 
 
 def gpu(name: str) -> Gpu:
-    check_known("GPU", name, _table())
-    return _table()[name]
+    check_known("GPU", name, GPUS)
+    return GPUS[name]
