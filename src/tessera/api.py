@@ -91,11 +91,9 @@ def plan(
             "effort": effort,
         },
     )
-    options: plan_model.PlannedLoad = arguments["options"]
-    options.check()
-    whole = replace(options.load, spread=sizes.spread, lengths=tuple(sizes.lengths))
-    planned = plan_model.plan_load(arguments["traces"][0], options, arguments["prices"].cluster(), load=whole)
-    return ModelPlan(planned)
+    target = arguments["options"].target(arguments["traces"][0])
+    whole = replace(target.load, spread=sizes.spread, lengths=tuple(sizes.lengths))
+    return ModelPlan(plan_model.plan_load(replace(target, load=whole), arguments["prices"].cluster()))
 
 
 def _load(load: Any) -> Load:

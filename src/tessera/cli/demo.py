@@ -128,7 +128,7 @@ def demo(
 
 
 def plan_full(options: plan_model.PlannedLoad) -> plan_model.PlannedModel:
-    return plan_model.plan_load(FULL_MODEL, options, _cluster(FULL_DEVICES, FULL_LINK))
+    return plan_model.plan_load(options.target(FULL_MODEL), _cluster(FULL_DEVICES, FULL_LINK))
 
 
 def _cluster(devices: str, link: str) -> Cluster:

@@ -98,18 +98,24 @@ class PlannedLoad:
     effort: EffortOption = "full"
     memory_share: MemoryShareOption = ir.MEMORY_SHARE
 
-    @property
-    def load(self) -> ir.Load:
-        return ir.Load(self.prompt_tokens, self.output_tokens, tpot_ms=self.tpot_ms, ttft_ms=self.ttft_ms)
+    def target(self, model: str) -> ModelLoad:
+        frequencies: dict[str, list[float]] = {}
+        if self.expert_frequencies is not None:
+            from tessera.planning import read_frequencies
 
-    def check(self) -> None:
-        if self.objective is ir.Objective.LATENCY:
-            remedy = "Limit it with --tpot-ms and --ttft-ms, or plan the traces of `tessera capture`."
-            raise TesseraError("needs traces, not a model's name", remedy, "--objective latency")
-        for name, limit in (("--tpot-ms", self.tpot_ms), ("--ttft-ms", self.ttft_ms)):
-            if limit is not None and not 0 < limit < math.inf:
-                remedy = "Give a number above zero, or leave it out."
-                raise TesseraError(f"{limit} ms is no limit", remedy, name)
+            frequencies = read_frequencies(self.expert_frequencies)
+        return ModelLoad(
+            model,
+            ir.Load(self.prompt_tokens, self.output_tokens, tpot_ms=self.tpot_ms, ttft_ms=self.ttft_ms),
+            launches=self.launches or "",
+            search=search_config(self.effort),
+            memory_share=self.memory_share,
+            objective=self.objective,
+            random_weights=self.random_weights,
+            frequencies=frequencies,
+            batch=self.batch,
+            microbatches=self.microbatches,
+        )
 
 
 class PolicyFigures(Record, frozen=True):
@@ -185,39 +191,21 @@ class PlannedModel:
 
 
 def plan_model(model: str, options: PlannedLoad, cluster: ir.Cluster, path: Path | None) -> ModelPlanFigures:
-    options.check()
     with progress("importing torch") as advance:
-        planned = plan_load(model, options, cluster, advance)
+        planned = plan_load(options.target(model), cluster, advance)
     path = path or Path(f"{Path(model).name}.plan")
     ir.save(planned.plan, path)
     return model_figures(planned, path)
 
 
 def plan_load(
-    model: str,
-    options: PlannedLoad,
-    cluster: ir.Cluster,
-    advance: Callable[[str], None] = lambda text: None,
-    load: ir.Load | None = None,
+    target: ModelLoad, cluster: ir.Cluster, advance: Callable[[str], None] = lambda text: None
 ) -> PlannedModel:
-    """`load`: with lengths of its own, in place of that of the options."""
+    _check(target)
     from tessera.advise.raters import ServiceRater, rater_of
-    from tessera.planning import read_frequencies
 
-    target = ModelLoad(
-        model,
-        load or options.load,
-        launches=options.launches or "",
-        search=search_config(options.effort),
-        memory_share=options.memory_share,
-        objective=options.objective,
-        random_weights=options.random_weights,
-        frequencies=read_frequencies(options.expert_frequencies) if options.expert_frequencies else {},
-        batch=options.batch,
-        microbatches=options.microbatches,
-    )
     rater = rater_of(target, cluster, advance)
-    for name, value in (("--batch", options.batch), ("--microbatches", options.microbatches)):
+    for name, value in (("--batch", target.batch), ("--microbatches", target.microbatches)):
         if value is not None and isinstance(rater, ServiceRater):
             remedy = "Leave it out, or plan decodes alone with --output-tokens 0."
             raise TesseraError("sequences and microbatches of a service are chosen", remedy, name)
@@ -229,10 +217,19 @@ def plan_load(
     return PlannedModel(plan, comparison, rater.is_compiled, "; ".join(notes))
 
 
+def _check(target: ModelLoad) -> None:
+    if target.objective is ir.Objective.LATENCY:
+        remedy = "Limit it with --tpot-ms and --ttft-ms, or plan the traces of `tessera capture`."
+        raise TesseraError("needs traces, not a model's name", remedy, "--objective latency")
+    for name, limit in (("--tpot-ms", target.load.tpot_ms), ("--ttft-ms", target.load.ttft_ms)):
+        if limit is not None and not 0 < limit < math.inf:
+            remedy = "Give a number above zero, or leave it out."
+            raise TesseraError(f"{limit} ms is no limit", remedy, name)
+
+
 def model_figures(planned: PlannedModel, output: Path | None = None) -> ModelPlanFigures:
     comparison, note = planned.comparison, planned.note
-    best, baselines = comparison.best_baseline, comparison.baselines
-    parallel = next((o for o in baselines if o.policy == "data-parallel"), None)
+    best, ratios = comparison.best_baseline, _ratios(comparison)
     figures, chosen = _figures_by_kind(planned.plan), comparison.chosen
     sizes = {rival.policy: rival.groups for rival in getattr(planned.plan, "rivals", ())}
     costs: Sureness = figures["costs"]
@@ -241,10 +238,12 @@ def model_figures(planned: PlannedModel, output: Path | None = None) -> ModelPla
         objective=comparison.objective,
         policy=comparison.policy,
         batches=chosen.batch,
-        baselines={o.policy: PolicyFigures.of(o, groups=sizes.get(o.policy, ())) for o in baselines},
+        baselines={
+            o.policy: PolicyFigures.of(o, groups=sizes.get(o.policy, ())) for o in comparison.baselines
+        },
         best_baseline=best.policy if best else None,
-        ratio_to_best_baseline=comparison.ratio_to(best) if best else None,
-        ratio_to_data_parallel=comparison.ratio_to(parallel) if parallel else None,
+        ratio_to_best_baseline=ratios[best.policy] if best else None,
+        ratio_to_data_parallel=ratios.get("data-parallel"),
         launches="compiled" if planned.is_compiled else "eager",
         output=output,
         notes=(
