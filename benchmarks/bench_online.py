@@ -72,6 +72,7 @@ def make_plans(microbatches: int = 4) -> list[tuple[str, Plan]]:
     from tessera.capture.record import record_step
     from tessera.flow import make_plan as plan_for
     from tessera.flow import make_unit, price
+    from tessera.plan import PlanConfig
     from tessera.profile import make_cluster, parse_devices
 
     trace = record_step(Step("llama-3-8b", "decode", 32, 128), "fake")
@@ -79,7 +80,7 @@ def make_plans(microbatches: int = 4) -> list[tuple[str, Plan]]:
     unit = make_unit([trace])
     costs = price(unit, cluster)
     goals = (Objective.LATENCY, Objective.THROUGHPUT)
-    return [(goal.value, plan_for(unit, costs, cluster, goal, microbatches)) for goal in goals]
+    return [(goal.value, plan_for(unit, costs, cluster, PlanConfig(goal, microbatches))) for goal in goals]
 
 
 def growth(plans: list[tuple[str, Plan]], most: int) -> list[dict[str, Any]]:
@@ -288,6 +289,7 @@ def corrections(plans: list[tuple[str, Plan]], num: int = 1500) -> list[dict[str
 
 def _correction(true: Plan, device: str, factor: float, num: int) -> dict[str, Any]:
     from tessera.flow import make_plan as plan_for
+    from tessera.plan import PlanConfig
 
     kernel = _costliest(true, device)
 
@@ -295,7 +297,7 @@ def _correction(true: Plan, device: str, factor: float, num: int) -> dict[str, A
         return 1.0 / factor if (name, where) == (kernel, device) else 1.0
 
     costs = scaled_costs(true.unit, true.costs, wrong_by)
-    made = plan_for(true.unit, costs, true.cluster, true.objective, true.microbatches)
+    made = plan_for(true.unit, costs, true.cluster, PlanConfig(true.objective, true.microbatches))
 
     rates = {
         "uncorrected": _rate(made, true, num),

@@ -101,14 +101,17 @@ def _capture(model: Model, row: Row, folder: str) -> Sequence[Any]:
 def _plan(row: Row, traces: Sequence[Any]) -> Any:
     from tessera import flow
     from tessera.ir import Objective
+    from tessera.plan import PlanConfig
     from tessera.profile import make_cluster, parse_devices
 
     unit = flow.make_unit(traces)
     cluster = make_cluster(parse_devices(DEVICES), LINK)
     costs = flow.price(unit, cluster)
-    plan = flow.make_plan(unit, costs, cluster, Objective.THROUGHPUT, REQUESTS)
+    plan = flow.make_plan(unit, costs, cluster, PlanConfig(Objective.THROUGHPUT, REQUESTS))
     if not _crosses(plan) and any(b.name == "layer-pipeline" and b.throughput_per_s for b in plan.baselines):
-        plan = flow.make_plan(unit, costs, cluster, Objective.THROUGHPUT, REQUESTS, "layer-pipeline")
+        plan = flow.make_plan(
+            unit, costs, cluster, PlanConfig(Objective.THROUGHPUT, REQUESTS, "layer-pipeline")
+        )
     row["crosses"] = _crosses(plan)
     return plan
 

@@ -27,6 +27,7 @@ from tessera.execute.stepper import SpanLog
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import ReferenceRun, make_plan, run_reference
 from tessera.ir import Cluster, Costs, Device, Link, Objective, Plan, Timeline, load, save
+from tessera.plan import PlanConfig
 from tessera.profile import make_cluster, parse_devices
 from tessera.profile.measured import combine
 from tessera.profile.store import fit_link
@@ -95,7 +96,8 @@ def make_plans(
     plans = {}
     for policy in policies:
         try:
-            plans[policy] = make_plan(built.unit, costs, cluster, Objective.THROUGHPUT, microbatches, policy)
+            config = PlanConfig(Objective.THROUGHPUT, microbatches, policy)
+            plans[policy] = make_plan(built.unit, costs, cluster, config)
         except PlanInfeasible:
             continue
     return plans

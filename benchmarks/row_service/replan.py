@@ -15,7 +15,7 @@ from tessera.adapt.drift import Factors
 from tessera.errors import PlanInfeasible
 from tessera.flow import make_plan
 from tessera.ir import Cluster, Costs, Load, Plan, verify
-from tessera.plan import FULL, SearchConfig
+from tessera.plan import FULL, PlanConfig, SearchConfig
 from tessera.serve.policies import LEAST_GAIN
 
 # (plan to replace, devices, costs) -> a plan for the same steps and objective.
@@ -79,6 +79,5 @@ def widened(plan: Plan, whole: Plan) -> Plan:
 
 def replan(plan: Plan, cluster: Cluster, costs: tuple[Costs, ...], search: SearchConfig = FULL) -> Plan:
     """A plan for the same work and objective on other devices or at other costs; see `Replanner`."""
-    return make_plan(
-        plan.unit, costs, cluster, plan.objective, plan.microbatches, is_served=True, search=search
-    )
+    config = PlanConfig(plan.objective, plan.microbatches, is_served=True, search=search)
+    return make_plan(plan.unit, costs, cluster, config)

@@ -43,7 +43,7 @@ from tessera.execute.reference import same_bits
 from tessera.execute.timing import threads
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import BufferKind, Cluster, Objective, Origin, Plan, Trace
-from tessera.plan import PLANNERS, search_config
+from tessera.plan import PLANNERS, PlanConfig, search_config
 from tessera.profile import make_cluster, parse_devices
 
 # Graphs that keep their workers; others restart them on use.
@@ -307,10 +307,9 @@ def _drop(compiled: "weakref.ref[Compiled]", session: "weakref.ref[Session]") ->
 def make_plan(trace: Trace, cluster: Cluster, options: Options) -> Plan:
     unit = flow.make_unit([trace], [1])
     costs = flow.price(unit, cluster)
-    objective = Objective(options.objective)
     search = search_config(options.effort)
-    choice = objective, options.microbatches, options.policy
-    return flow.make_plan(unit, costs, cluster, *choice, search=search)
+    config = PlanConfig(Objective(options.objective), options.microbatches, options.policy, search=search)
+    return flow.make_plan(unit, costs, cluster, config)
 
 
 def _undefined(trace: Trace) -> set[str]:

@@ -17,7 +17,7 @@ from tessera.errors import MismatchError, TesseraError, UnknownName, first_line,
 from tessera.execute.timing import CpuTimer, threads
 from tessera.ir import units
 from tessera.ir.graph import StepFamily, check_counts, check_steps
-from tessera.plan import FULL, Comparison, PlanConfig, SearchConfig, Target, solve
+from tessera.plan import Comparison, PlanConfig, Target, solve
 from tessera.plan.batches import BATCHES, BatchSearch, PricedUnit
 from tessera.profile.measured import Timer, combine, needs_measuring
 from tessera.simulate import SteadyRates
@@ -81,17 +81,10 @@ def check_modelled(cluster: ir.Cluster) -> None:
 
 
 def make_plan(
-    unit: ir.WorkUnit,
-    costs: Sequence[ir.Costs],
-    cluster: ir.Cluster,
-    objective: ir.Objective,
-    microbatches: int,
-    policy: str | None = None,
-    is_served: bool = False,
-    search: SearchConfig = FULL,
+    unit: ir.WorkUnit, costs: Sequence[ir.Costs], cluster: ir.Cluster, config: PlanConfig
 ) -> ir.Plan:
-    config = PlanConfig(objective, microbatches, policy, is_served=is_served, search=search)
-    return solve(unit, tuple(costs), cluster, config, SteadyRates(search.long_window))
+    """Candidates are judged by simulated rates."""
+    return solve(unit, tuple(costs), cluster, config, SteadyRates(config.search.long_window))
 
 
 def record_compiled(step: ir.Step, make: Callable[[ir.Step], Workload] = build) -> ir.Trace:

@@ -192,9 +192,12 @@ def bench_serve(
 ) -> Illustrated[BenchServe]:
     """Load a server and report its rate, latencies and errors."""
     extra_module("aiohttp", "load")
+    from tessera.serve.limits import keys_of_file
     from tessera.serve.load import figures, measure
 
-    options, key = sent.options(), _key(api_key)
+    options, key = sent.options(), api_key
+    if api_key is not None and api_key.startswith("@"):
+        key = keys_of_file(Path(api_key[1:]))[0]
     total = len(options.arrivals.times_s) if options.arrivals else options.num_requests
     total += min(total, options.num_distinct or 0)
     with progress("asking the server for its model", total) as advance:
@@ -209,15 +212,6 @@ def _latencies(columns: dict[str, Any]) -> LatencyTable:
         median, p90, p99 = quantiles
         lines[words] = LatencyLine(mean_ms=mean, median_ms=median, p90_ms=p90, p99_ms=p99)
     return LatencyTable(latencies=lines)
-
-
-def _key(word: str | None) -> str | None:
-    if word is None or not word.startswith("@"):
-        return word
-    try:
-        return Path(word[1:]).read_text().split()[0]
-    except (OSError, IndexError, UnicodeDecodeError):
-        raise LoadError("option", "no key can be read from this file", place=f"--api-key {word}") from None
 
 
 app = typer.Typer(

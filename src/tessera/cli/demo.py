@@ -19,7 +19,7 @@ from tessera.cli.plan_text import PlanFigures, plan_figures
 from tessera.cli.run import overlap, run_plans, shares
 from tessera.errors import TesseraError, WorkerError
 from tessera.ir import Cluster, GroupSize, Load, Objective, Plan, ServicePlan, Step, Timeline, save
-from tessera.plan import QUICK
+from tessera.plan import QUICK, PlanConfig
 from tessera.profile import make_cluster, parse_devices
 from tessera.report import layer_picture, main_lane, write_perfetto, write_report
 from tessera.simulate import simulate
@@ -154,7 +154,8 @@ def _run_small(cluster: Cluster, tokens: int, output: Path, advance: Callable[[s
     advance("planning kernel by kernel")
     unit = make_unit(traces)
     costs = price(unit, cluster)
-    plan = make_plan(unit, costs, cluster, Objective.THROUGHPUT, MICROBATCHES, DIVIDED_POLICY, search=QUICK)
+    config = PlanConfig(Objective.THROUGHPUT, MICROBATCHES, DIVIDED_POLICY, search=QUICK)
+    plan = make_plan(unit, costs, cluster, config)
     save(plan, output / f"{plan.policy}.plan")
     ran = run_plans([plan], NUM_REQUESTS, True, 1, None, {}, advance)
     if failed := next((r.error for r in ran.results if r.error), ""):

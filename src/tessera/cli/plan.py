@@ -14,9 +14,8 @@ from tessera.cli.plan_model import TRACES, ModelPlanFigures, PlannedLoad, is_mod
 from tessera.cli.plan_text import PlanFigures, pictures, plan_figures, reasons_of
 from tessera.errors import MismatchError, TesseraError
 from tessera.ir import Cluster, Costs, Device, Plan, Trace, WorkUnit, load, save
-from tessera.plan import PlanConfig, parse_constraint, search_config, solve
+from tessera.plan import PlanConfig, parse_constraint, search_config
 from tessera.profile import cap_memory, gpu, parse_devices, wire
-from tessera.simulate import SteadyRates
 
 LINK_HELP = (
     "Link between devices: pcie4, pcie5, nvlink, ib100, ib200, ib400 or measured. May be repeated for pairs: "
@@ -162,13 +161,13 @@ def _plan_traces(
 ) -> Plan:
     traces = [load(Trace, name) for name in names]
     with progress("building graphs", 3) as advance:
-        from tessera.flow import make_unit
+        from tessera.flow import make_plan, make_unit
 
         unit = make_unit(traces, counts)
         advance("pricing")
         cluster, costs = prices.of(unit)
         advance("planning")
-        return solve(unit, costs, cluster, config, SteadyRates(config.search.long_window))
+        return make_plan(unit, costs, cluster, config)
 
 
 def _counts(text: str | None) -> tuple[int, ...] | None:

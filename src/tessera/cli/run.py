@@ -17,7 +17,7 @@ from tessera.cli.remote import MeetingOptions, gathered, plans_digest, serve_ran
 from tessera.errors import MismatchError, TesseraError
 from tessera.ir import BufferKind, DeviceKind, Plan, Timeline, Trace, load, units
 from tessera.profile import parse_devices
-from tessera.report import write_perfetto
+from tessera.report import utilisation, write_perfetto
 from tessera.simulate import simulate
 
 if TYPE_CHECKING:
@@ -245,13 +245,13 @@ def shares(names: Sequence[str], busy_us: Mapping[str, float]) -> list[float]:
 
 
 def compared(plan: Plan, ran: Ran, predicted: Timeline) -> tuple[DeviceRun, ...]:
-    names, busy, whole_us = plan.cluster.names, ran.timeline.busy_us(), ran.timeline.makespan_us or 1.0
+    names, busy, used = plan.cluster.names, ran.timeline.busy_us(), utilisation(ran.timeline)
     measured, modelled = shares(names, ran.compute_us), shares(names, predicted.busy_us())
     return tuple(
         DeviceRun(
             device=name,
             busy_us=busy.get(name, 0.0),
-            utilisation=busy.get(name, 0.0) / whole_us,
+            utilisation=used.get(name, 0.0),
             compute_us=ran.compute_us.get(name, 0.0),
             share=share,
             predicted_share=predicted_share,

@@ -233,14 +233,14 @@ def simulate_steps(
     output: Path | None = None,
 ) -> SimulatedTimeline:
     from tessera import simulate as simulator
-    from tessera.report import write_perfetto
+    from tessera.report import utilisation, write_perfetto
 
     timeline = simulator.simulate(plan, requests, is_detailed=trace is not None or output is not None)
     if trace is not None:
         write_perfetto(timeline, trace)
     if output is not None:
         save(timeline, output)
-    per_s, busy = simulator.throughput_per_s(timeline), timeline.busy_us()
+    per_s = simulator.throughput_per_s(timeline)
     times = sorted(stop - start for start, stop in _service(timeline))
     tracks = (*plan.cluster.names, *(f"{x.src} -> {x.dst}" for x in plan.cluster.links))
     return SimulatedTimeline.of(
@@ -250,7 +250,7 @@ def simulate_steps(
         throughput=per_s,
         rows_per_s=plan.batch * per_s,
         latency_us={name: times[int(q * (len(times) - 1))] for name, q in QUANTILES.items()},
-        utilisation={name: busy.get(name, 0.0) / (timeline.makespan_us or 1.0) for name in tracks},
+        utilisation=dict.fromkeys(tracks, 0.0) | utilisation(timeline),
         trace=trace,
     )
 

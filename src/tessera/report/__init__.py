@@ -8,6 +8,7 @@ from tessera.report.figures import (
     main_lane,
     round_limits,
     short_name,
+    utilisation,
 )
 from tessera.report.page import write_advice, write_report
 from tessera.report.perfetto import write_perfetto
@@ -15,5 +16,6 @@ from tessera.report.picture import layer_picture
 
 __all__ = [
     "PolicyLine", "UsedDevice", "compared", "device_uses", "layer_picture", "main_lane",
-    "round_limits", "short_name", "write_advice", "write_perfetto", "write_report",
+    "round_limits", "short_name", "utilisation",
+    "write_advice", "write_perfetto", "write_report",
 ]  # fmt: skip

@@ -238,7 +238,7 @@ def read_keys(words: Iterable[str]) -> tuple[str, ...]:
     """Keys, or with @FILE one per line."""
     keys: list[str] = []
     for word in words:
-        keys += _keys_of_file(Path(word[1:])) if word.startswith("@") else [word]
+        keys += keys_of_file(Path(word[1:])) if word.startswith("@") else [word]
     for key in keys:
         if len(key) < MIN_KEY_CHARS or not key.isascii() or not key.isprintable() or " " in key:
             message = f"a key needs {MIN_KEY_CHARS} or more printable ASCII characters without blanks"
@@ -246,7 +246,7 @@ def read_keys(words: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(keys))
 
 
-def _keys_of_file(path: Path) -> list[str]:
+def keys_of_file(path: Path) -> list[str]:
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:

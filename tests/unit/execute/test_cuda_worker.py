@@ -45,7 +45,7 @@ from tessera.ir import (
     Step,
     WorkUnit,
 )
-from tessera.plan import QUICK
+from tessera.plan import QUICK, PlanConfig
 from tessera.profile import parse_devices
 from tessera.profile.measured import combine
 
@@ -87,9 +87,8 @@ def plan_of(of: WorkUnit, policy: str, is_dilated: bool = True) -> Plan:
     )
     links = tuple(Link(a.name, b.name, "pcie4", 10.0, 25.0) for a in devices for b in devices if a is not b)
     costs = tuple(replace(combine(g.trace, emulated, {})[0], devices=devices) for g in of.graphs)
-    return make_plan(
-        of, costs, Cluster(devices, links), Objective.THROUGHPUT, MICROBATCHES, policy, search=QUICK
-    )
+    config = PlanConfig(Objective.THROUGHPUT, MICROBATCHES, policy, search=QUICK)
+    return make_plan(of, costs, Cluster(devices, links), config)
 
 
 @functools.cache
