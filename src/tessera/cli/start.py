@@ -77,114 +77,118 @@ def started(
     if any(text.startswith(f"{name}=") for text in config.lora or ()):
         raise TesseraError(f"--lora has the model's own name {name!r}", "Give the adapter another one.")
     with ExitStack() as stack:
+        start = _Start(model, name, cluster, config, stack)
         if is_single_device(model):
             advance(f"building {model}")
-            yield _single_device(model, name, cluster, config, stack)
+            yield start.on_one_device()
         else:
-            yield _planned(model, name, cluster, config, stack, hub, Phases(advance))
+            yield start.planned(hub, Phases(advance))
 
 
-def _app(endpoint: "Endpoint", metrics: "Metrics", config: ServeConfig, stack: ExitStack) -> "FastAPI":
-    from tessera.serve.app import create_app
-    from tessera.serve.server import is_loopback
-    from tessera.serve.tracing import add_traces
+@dataclass(frozen=True)
+class _Start:
+    """`stack` ends what was started."""
 
-    keys, is_local = read_keys(config.api_key or ()), is_loopback(config.host)
-    app = create_app(endpoint, metrics, config.limits, keys, is_local, config.root_path)
-    if config.otlp_traces_endpoint:
-        add_traces(app, endpoint.card.model, config.otlp_traces_endpoint, stack)
-    stack.enter_context(closing(app.state.reading))
-    return app
+    model: str
+    name: str
+    cluster: Cluster
+    config: ServeConfig
+    stack: ExitStack
 
+    def planned(self, hub: MakeHub | None, advance: Phases) -> RunningService:
+        from tessera.serve.grammar import open_grammars
+        from tessera.serve.metrics import Metrics
+        from tessera.serve.openai.read import Endpoint, ModelCard, folder_defaults
 
-def _planned(
-    model: str,
-    name: str,
-    cluster: Cluster,
-    config: ServeConfig,
-    stack: ExitStack,
-    hub: MakeHub | None,
-    advance: Phases,
-) -> RunningService:
-    from tessera.serve.grammar import open_grammars
-    from tessera.serve.metrics import Metrics
-    from tessera.serve.openai.read import Endpoint, ModelCard, folder_defaults
+        config, place, enter = self.config, place_of(self.model), self.stack.enter_context
+        text = open_text(place, template_of(config.chat_template))  # first: it may be missing
+        defaults = folder_defaults(place, config.generation_config != "none")
+        spec, plan = config.spec(self.cluster), load(ServicePlan, config.plan) if config.plan else None
+        kept = default_folder() if config.plan_cache else None
+        prepared = prepare(self.model, self.cluster, spec, plan=plan, kept=kept, advance=advance)
+        advance("starting workers")
+        metrics = Metrics(self.name, lambda: service.snapshot())  # noqa: PLW0108 - each needs the other
+        stepper, planner = enter(prepared.workers(config.transport, hub)), prepared.planner
+        shape = prepared.model.shape
+        service = Service(
+            stepper,
+            prepared.policies,
+            shape,
+            text,
+            model=self.name,
+            max_waiting=config.max_waiting,
+            prefix_caching=config.prefix_caching,
+            meters=metrics,
+            picture_inputs=prepared.model.picture_inputs,
+            planner=enter(closing(PlannerProcess(planner))) if planner else None,
+            log=log_line if config.log_json else say,
+        )
+        picture_reader, adapters = prepared.model.picture_reader, tuple(name for name, _ in spec.adapters)
+        mark = MARK if picture_reader else ""
+        sizes = shape.max_tokens, shape.vocab_size
+        card = ModelCard(self.name, text, *sizes, mark, adapters=adapters, defaults=defaults)
+        grammars = open_grammars(text, shape.vocab_size)
+        endpoint = Endpoint(
+            card, service, int(time.time()), lambda: service.policies, picture_reader, grammars
+        )
+        enter(service)
+        app, summary = self._app(endpoint, metrics), (*lines_of(prepared), advance.line())
+        return RunningService(self.name, service, app, summary, self._facts(service))
 
-    text = open_text(place_of(model), template_of(config.chat_template))  # first: it may be missing
-    defaults = folder_defaults(place_of(model), config.generation_config != "none")
-    spec, plan = config.spec(cluster), load(ServicePlan, config.plan) if config.plan else None
-    kept = default_folder() if config.plan_cache else None
-    prepared = prepare(model, cluster, spec, plan=plan, kept=kept, advance=advance)
-    advance("starting workers")
-    shape = prepared.model.shape
-    stepper = stack.enter_context(prepared.workers(config.transport, hub))
-    planner = None
-    if prepared.planner is not None:
-        planner = stack.enter_context(closing(PlannerProcess(prepared.planner)))
-    metrics = Metrics(name, lambda: service.snapshot())  # noqa: PLW0108 - each needs the other
-    service = Service(
-        stepper,
-        prepared.policies,
-        shape,
-        text,
-        model=name,
-        max_waiting=config.max_waiting,
-        prefix_caching=config.prefix_caching,
-        meters=metrics,
-        picture_inputs=prepared.model.picture_inputs,
-        planner=planner,
-        log=log_line if config.log_json else say,
-    )
-    adapters = tuple(adapter for adapter, _ in spec.adapters)
-    picture_reader = prepared.model.picture_reader
-    mark = MARK if picture_reader else ""
-    card = ModelCard(
-        name, text, shape.max_tokens, shape.vocab_size, mark, adapters=adapters, defaults=defaults
-    )
-    grammars = open_grammars(text, shape.vocab_size)
-    endpoint = Endpoint(card, service, int(time.time()), lambda: service.policies, picture_reader, grammars)
-    stack.enter_context(service)
-    facts = {
-        "model": name,
-        "devices": list(cluster.names),
-        "policies": list(service.snapshot().policies),
-        "microbatches": shape.microbatches,
-        "seqs": shape.rows,
-        "max_model_len": shape.capacity,
-        "step_tokens": list(shape.sizes),
-        "pool_tokens": shape.pool_tokens,
-        "policy": service.policy,
-    }
-    app, lines = _app(endpoint, metrics, config, stack), lines_of(prepared)
-    return RunningService(name, service, app, (*lines, advance.line()), facts)
+    def _facts(self, service: Service) -> dict[str, Any]:
+        shape = service.shape
+        return {
+            "model": self.name,
+            "devices": list(self.cluster.names),
+            "policies": list(service.snapshot().policies),
+            "microbatches": shape.microbatches,
+            "seqs": shape.rows,
+            "max_model_len": shape.capacity,
+            "step_tokens": list(shape.sizes),
+            "pool_tokens": shape.pool_tokens,
+            "policy": service.policy,
+        }
 
+    def on_one_device(self) -> RunningService:
+        from tessera.serve.metrics import Metrics
+        from tessera.serve.openai.read import Endpoint, ModelCard
+        from tessera.serve.single_device import Encoder, SingleDeviceService, TextToImage, makes_images
+        from tessera.serve.text import ByteText
 
-def _single_device(
-    model: str, name: str, cluster: Cluster, config: ServeConfig, stack: ExitStack
-) -> RunningService:
-    from tessera.serve.metrics import Metrics
-    from tessera.serve.openai.read import Endpoint, ModelCard
-    from tessera.serve.single_device import Encoder, SingleDeviceService, TextToImage, makes_images
-    from tessera.serve.text import ByteText
+        name, config, first = self.name, self.config, self.cluster.devices[0]
+        if config.lora:
+            raise TesseraError(f"{name} is no language model, so it has no adapters", "Leave --lora out.")
+        device = f"cuda:{first.ordinal}" if first.kind is DeviceKind.CUDA else "cpu"
+        facts: dict[str, Any] = {"model": name, "devices": [device]}
+        if makes_images(self.model):
+            service = SingleDeviceService(TextToImage.open(self.model, device), name)
+            makes, card = "pictures from words", ModelCard(name, ByteText(), 0, 0, makes="pictures")
+        else:
+            encoder = Encoder.open(self.model, device, config.random_weights)
+            service, makes = SingleDeviceService(encoder, name), f"embeddings of {encoder.size} numbers"
+            most, pooling = (
+                min(encoder.max_tokens, config.max_model_len or encoder.max_tokens),
+                encoder.pooling,
+            )
+            text, sizes = open_text(place_of(self.model)), pooling.sizes
+            card = ModelCard(name, text, most, encoder.vocab_size, "", pooling.prompt, sizes, "vectors")
+            facts |= {"max_len": most, "dimensions": encoder.size}
+        self.stack.enter_context(service)
+        app = self._app(Endpoint(card, service, int(time.time())), Metrics(name, service.snapshot))
+        return RunningService(f"{name} ({makes})", service, app, (), facts)
 
-    if config.lora:
-        raise TesseraError(f"{name} is no language model, so it has no adapters", "Leave --lora out.")
-    first = cluster.devices[0]
-    device = f"cuda:{first.ordinal}" if first.kind is DeviceKind.CUDA else "cpu"
-    facts: dict[str, Any] = {"model": name, "devices": [device]}
-    if makes_images(model):
-        service, makes = SingleDeviceService(TextToImage.open(model, device), name), "pictures from words"
-        card = ModelCard(name, ByteText(), 0, 0, makes="pictures")
-    else:
-        encoder = Encoder.open(model, device, config.random_weights)
-        service, makes = SingleDeviceService(encoder, name), f"embeddings of {encoder.size} numbers"
-        most, pooling = min(encoder.max_tokens, config.max_model_len or encoder.max_tokens), encoder.pooling
-        text, sizes = open_text(place_of(model)), pooling.sizes
-        card = ModelCard(name, text, most, encoder.vocab_size, "", pooling.prompt, sizes, "vectors")
-        facts |= {"max_len": most, "dimensions": encoder.size}
-    stack.enter_context(service)
-    app = _app(Endpoint(card, service, int(time.time())), Metrics(name, service.snapshot), config, stack)
-    return RunningService(f"{name} ({makes})", service, app, (), facts)
+    def _app(self, endpoint: "Endpoint", metrics: "Metrics") -> "FastAPI":
+        from tessera.serve.app import create_app
+        from tessera.serve.server import is_loopback
+        from tessera.serve.tracing import add_traces
+
+        config = self.config
+        keys, is_local = read_keys(config.api_key or ()), is_loopback(config.host)
+        app = create_app(endpoint, metrics, config.limits, keys, is_local, config.root_path)
+        if config.otlp_traces_endpoint:
+            add_traces(app, endpoint.card.model, config.otlp_traces_endpoint, self.stack)
+        self.stack.enter_context(closing(app.state.reading))
+        return app
 
 
 def lines_of(prepared: Prepared) -> tuple[str, str, str]:
