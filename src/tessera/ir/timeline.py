@@ -4,7 +4,6 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from itertools import pairwise
 
 import msgspec
 
@@ -115,14 +114,3 @@ class Decision:
     kind: DecisionKind
     policy: str
     why: str
-
-
-ARRIVALS_RULES = {
-    "arrival times are ascending, finite and not negative": lambda a: (
-        all(0.0 <= t < float("inf") for t in a.times_s) and all(x <= y for x, y in pairwise(a.times_s))
-    ),
-    "every request has a prompt and an answer length, or none has": lambda a: (
-        len(a.prompts) == len(a.outputs) and len(a.prompts) in (0, len(a.times_s))
-    ),
-    "every length is at least one": lambda a: all(n >= 1 for n in (*a.prompts, *a.outputs)),
-}

@@ -52,7 +52,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def total(values: Iterable[float | None]) -> float | None:
-    """None if one is unnumbers."""
+    """None if one of them is unknown."""
     listed = list(values)
     numbers = [value for value in listed if value is not None]
     return sum(numbers) if len(numbers) == len(listed) else None
