@@ -17,9 +17,10 @@ from typing import Annotated, Any
 import typer
 
 from tessera.cli.output import HIDDEN, Record, option
+from tessera.cli.plan import LinkOption
 from tessera.cli.plan_model import Effort, EffortOption
 from tessera.cli.serve import answering
-from tessera.cli.serve_options import DevicesOption, LinkOption, MaxModelLen, ServeConfig
+from tessera.cli.serve_options import DevicesOption, MaxModelLen, ServeConfig
 from tessera.errors import LoadError, TesseraError
 
 HELP = "Type a message, or: /reset for a new conversation, /exit to end."

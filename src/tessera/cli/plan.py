@@ -26,6 +26,7 @@ PIN_HELP = "Launches that must run there: attention=emu:a100, 'model.layers.0=em
 
 NUM_MICROBATCHES = 4
 
+LinkOption = Annotated[list[str] | None, option(LINK_HELP, default="pcie4")]
 MemoryOption = Annotated[
     list[str] | None,
     option("Cap of a device's memory: cuda:0=22GB; may be repeated.", "--memory", metavar="DEVICE=SIZE"),
@@ -40,7 +41,7 @@ PriceOption = Annotated[
 class PricedDevices:
     costs: Annotated[list[Path] | None, option("Costs, one per trace in any order.", callback=TRACES)] = None
     devices: Annotated[str | None, option("Devices to price, in place of --costs: emu:a100,emu:l40s.")] = None
-    link: Annotated[list[str] | None, option(LINK_HELP, default="pcie4")] = None
+    link: LinkOption = None
     bus: Annotated[list[str] | None, option("Devices whose links share one wire: emu:l40s,emu:l40s#1.")] = (
         None
     )
@@ -51,10 +52,7 @@ class PricedDevices:
         if self.devices is None:
             remedy = "Name them: --devices emu:a100,emu:l40s; for traces, --costs does too."
             raise TesseraError("no devices were named", remedy, "--devices")
-        return self._wired(self._changed(parse_devices(self.devices)))
-
-    def _wired(self, devices: tuple[Device, ...]) -> Cluster:
-        return wire(devices, self.link or [], self.bus or [])
+        return wire(self._changed(parse_devices(self.devices)), self.link or [], self.bus or [])
 
     def _changed(self, devices: tuple[Device, ...]) -> tuple[Device, ...]:
         capped, usd = cap_memory(devices, self.memory or []), prices_of(self.price or ())
@@ -83,7 +81,7 @@ class PricedDevices:
         if missing := [kind for digest, kind in steps.items() if digest not in by_trace]:
             raise MismatchError(f"no costs for {', '.join(missing)}", "Give --costs once for every trace.")
         costs = tuple(by_trace[graph.trace.digest] for graph in unit.graphs)
-        return self._wired(costs[0].devices), costs
+        return wire(costs[0].devices, self.link or [], self.bus or []), costs
 
 
 def plan(

@@ -45,11 +45,9 @@ MemoryShareOption = Annotated[
     float,
     option(
         "Share of each device's memory for weights and state (pages). The rest is for temporaries.",
-        min=0.01,
-        max=1,
-        callback=finite,
+        "--memory-share", "--gpu-memory-utilization", min=0.01, max=1, callback=finite,
     ),
-]
+]  # fmt: skip
 FrequenciesOption = Annotated[
     Path | None,
     option("JSON of how often experts are chosen, by module: hot ones go to the GPU.", **FILE),

@@ -11,6 +11,7 @@ import msgspec
 import typer
 
 from tessera.cli.output import HIDDEN, Record, option, progress, say, shown
+from tessera.cli.run import TransportOption
 from tessera.errors import DeviceGone, TesseraError
 from tessera.ir import Cost, Costs, Device, Source, Trace, load, save
 from tessera.ir.units import duration
@@ -92,7 +93,7 @@ def profile(
     links: Annotated[
         bool, option("Measure what joins the devices; the plan's --link measured.", "--links")
     ] = False,
-    transport: Annotated[str, option("Of --links: over auto, shm, ipc, nvshmem or host.")] = "auto",
+    transport: TransportOption = "auto",
     plot: Annotated[Path | None, option("Draw how much two devices differ, as PNG, SVG or PDF.")] = None,
 ) -> ProfileReport:
     """Price every launch of a trace on every device.

@@ -96,7 +96,7 @@ class Ran:
 
 
 TransportOption = Annotated[
-    str, option("Transport of tensors between workers: auto, shm, ipc, nvshmem or host.")
+    str, option("Transport of tensors between devices: auto, shm, ipc, nvshmem or host.")
 ]
 
 

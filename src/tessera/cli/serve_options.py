@@ -16,8 +16,8 @@ import typer
 
 from tessera.cli.capture import RandomWeights
 from tessera.cli.output import FILE, PER_TOKEN, TO_FIRST, excludes, finite, limit_ms, needs, option
-from tessera.cli.plan import LINK_HELP, MemoryOption
-from tessera.cli.plan_model import EffortOption, FrequenciesOption
+from tessera.cli.plan import LinkOption, MemoryOption
+from tessera.cli.plan_model import EffortOption, FrequenciesOption, MemoryShareOption
 from tessera.cli.remote import MeetingOptions
 from tessera.cli.run import TransportOption
 from tessera.errors import TesseraError, extra_module
@@ -48,7 +48,6 @@ CONFIG_HELP = "YAML file with options by name, as `port: 8000`; options and TESS
 DevicesOption = Annotated[
     str | None, option(DEVICES_HELP, default="this machine's GPUs, its CPU if they cannot hold the model")
 ]
-LinkOption = Annotated[list[str] | None, option(LINK_HELP, default="pcie4")]
 MaxModelLen = Annotated[
     int | None, option("Maximum tokens of prompt and answer.", default="the model's limit", min=1)
 ]
@@ -104,13 +103,7 @@ class ServeConfig(MeetingOptions):
             default="2048; on a CPU 128", min=1, callback=PLANNED,
         ),
     ] = None  # fmt: skip
-    memory_share: Annotated[
-        float,
-        option(
-            "Share of GPU memory for weights and pages, 0.01 to 1.",
-            "--memory-share", "--gpu-memory-utilization", min=0.01, max=1, callback=finite,
-        ),
-    ] = MEMORY_SHARE  # fmt: skip
+    memory_share: MemoryShareOption = MEMORY_SHARE
     memory: MemoryOption = None
     expert_frequencies: FrequenciesOption = None
     prefix_caching: Annotated[
