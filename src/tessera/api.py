@@ -30,8 +30,8 @@ import msgspec
 from tessera.cli import plan_model
 from tessera.cli.chat import client_of
 from tessera.cli.output import arguments_of
+from tessera.cli.plan import PlanReasons, reasons_of
 from tessera.cli.plan import plan as plan_command
-from tessera.cli.plan_text import PlanReasons, reasons_of
 from tessera.cli.serve import answering
 from tessera.cli.serve import serve as serve_command
 from tessera.cli.serve_options import ServeConfig

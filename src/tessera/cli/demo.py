@@ -15,7 +15,7 @@ from rich.text import Text
 
 from tessera.cli import plan_model
 from tessera.cli.output import HIDDEN, Illustrated, Record, option, progress, shown
-from tessera.cli.plan_text import PlanFigures, plan_figures
+from tessera.cli.plan import PlanFigures, plan_figures
 from tessera.cli.run import overlap, run_plans, shares
 from tessera.errors import TesseraError, WorkerError
 from tessera.ir import Cluster, GroupSize, Load, Objective, Plan, ServicePlan, Step, Timeline, save

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from report_factory import make_cluster, make_plan, make_timeline
-from tessera.cli.plan_text import pictures
+from tessera.cli.plan import pictures
 from tessera.cli.render import render
 from tessera.ir import Baseline, Clock, Objective, Plan, verify
 from tessera.report import PolicyLine, UsedDevice, compared, device_uses
