@@ -83,23 +83,19 @@ def _devices() -> tuple[DeviceLine, ...]:
     from tessera.execute import driver
     from tessera.ir.host import host_nodes, instructions
 
-    devices = [DeviceLine(name="emu:GPU", what="computes on this CPU, keeps a known GPU's modelled time")]
+    devices = {"emu:GPU": "computes on this CPU, keeps a known GPU's modelled time"}
     for node in host_nodes():
-        what = f"{len(node.cores)} cores ({', '.join(instructions())}), {node.memory_bytes / 2**30:.0f} GiB"
-        devices.append(DeviceLine(name=f"cpu/node={node.number}", what=what))
+        gib, vectors = node.memory_bytes / 2**30, ", ".join(instructions())
+        devices[f"cpu/node={node.number}"] = f"{len(node.cores)} cores ({vectors}), {gib:.0f} GiB"
     has_parts = driver.has("cuGreenCtxStreamCreate")
+    part = "some of its SMs" if has_parts else "missing: this driver has no green contexts (550 has them)"
     for index in range(torch.cuda.device_count()):
-        card = torch.cuda.get_device_properties(index)
+        card, name = torch.cuda.get_device_properties(index), f"cuda:{index}"
         sms, gib = card.multi_processor_count, card.total_memory / 2**30
-        part = "some of its SMs" if has_parts else "missing: this driver has no green contexts (550 has them)"
-        devices += [
-            DeviceLine(name=f"cuda:{index}", what=f"{card.name}, {gib:.0f} GiB, {sms} SMs"),
-            DeviceLine(name=f"cuda:{index}/sm=K", what=part),
-            DeviceLine(
-                name=f"cuda:{index}/as=GPU", what="computes on the card, keeps a known GPU's modelled time"
-            ),
-        ]
-    return tuple(devices)
+        devices[name] = f"{card.name}, {gib:.0f} GiB, {sms} SMs"
+        devices[f"{name}/sm=K"] = part
+        devices[f"{name}/as=GPU"] = "computes on the card, keeps a known GPU's modelled time"
+    return tuple(DeviceLine(name=name, what=what) for name, what in devices.items())
 
 
 def _extra(name: str, modules: tuple[str, ...]) -> ExtraLine:

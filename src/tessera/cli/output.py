@@ -62,10 +62,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a command; notebooks show it as the terminal does."""
 
     @classmethod
-    def of(cls, source: object, /, **more: Any) -> Self:
-        """Fields of the same name in `source`, and `more`."""
-        names = (name for name in cls.__struct_fields__ if name not in more and hasattr(source, name))
-        return cls(**{name: getattr(source, name) for name in names}, **more)
+    def of(cls, *sources: object, **values: Any) -> Self:
+        """`values`, and fields of the same name in the first source that has them."""
+        for source in sources:
+            names = (name for name in cls.__struct_fields__ if name not in values and hasattr(source, name))
+            values |= {name: getattr(source, name) for name in names}
+        return cls(**values)
 
     def problem(self) -> TesseraError | None:
         """The error to raise after the record is printed."""

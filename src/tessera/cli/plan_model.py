@@ -232,9 +232,8 @@ def model_figures(planned: PlannedModel, output: Path | None = None) -> ModelPla
     sizes = {rival.policy: rival.groups for rival in getattr(planned.plan, "rivals", ())}
     costs: Sureness = figures["costs"]
     return ModelPlanFigures.of(
+        comparison,
         chosen,
-        objective=comparison.objective,
-        policy=comparison.policy,
         batches=chosen.batch,
         baselines={
             o.policy: PolicyFigures.of(o, groups=sizes.get(o.policy, ())) for o in comparison.baselines

@@ -171,12 +171,12 @@ def _kernels(trace: Trace, costs: Costs) -> tuple[KernelCost, ...]:
 def _measured_device(measured: Measured, sums: Reconciled) -> MeasuredDevice:
     return MeasuredDevice.of(
         sums,
+        measured,
         identity=dict(measured.machine.identity),
         clock_mhz=measured.machine.clock_mhz,
         distinct=measured.num_distinct,
         timed_now=measured.num_timed,
         launches_measured=sum(t is not None for t in measured.timings),
-        missed=measured.missed,
     )
 
 

@@ -212,6 +212,7 @@ def simulate_service(
     planned = None if arrivals else plan.expected
     return SimulatedService.of(
         expected,
+        played,
         clock=Clock.SIMULATED,
         policy=", ".join(plan.policy for plan in plans),
         arrivals=arrivals.name if arrivals else "full load",
@@ -220,9 +221,6 @@ def simulate_service(
         utilisation=dict(zip(plan.cluster.names, expected.busy, strict=True)),
         ratio_to_plan=expected.tokens_per_s / planned.tokens_per_s if planned else None,
         is_within=expected.is_within(plan.load),
-        num_failed=played.num_failed,
-        num_restarted=played.num_restarted,
-        decisions=played.decisions,
     )
 
 
