@@ -95,14 +95,14 @@ class Options:
 
 @dataclass(frozen=True)
 class Call:
-    given_inputs: Tensors
-    given_state: Tensors
+    call_inputs: Tensors
+    initial_state: Tensors
 
     def state(self) -> Tensors:
-        return self.given_state
+        return self.initial_state
 
     def inputs(self, step: int, run: int, last: Tensors) -> Tensors:
-        return self.given_inputs
+        return self.call_inputs
 
 
 Waiting = tuple[Call, Future[RunResult]]
@@ -231,7 +231,7 @@ class Compiled:
         self._makes_grads = _makes_grads(graph)
         self._is_eager = _returns_grads(graph, examples)
         if self._is_eager:
-            self._warn("gradients are wanted of it. Call it under torch.no_grad() or torch.inference_mode()")
+            self._warn("it must compute gradients. Call it under torch.no_grad() or torch.inference_mode()")
 
     def __call__(self, *args: Any) -> Any:
         # Read here, because Dynamo would wrap errors of `backend`.

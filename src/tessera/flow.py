@@ -290,7 +290,7 @@ def run_reference(unit: ir.WorkUnit, request: UnitRequest, run: RunStep | None =
 
 
 def make_timer(trace: ir.Trace, device: ir.Device, stream: Any = None) -> Timer:
-    tensors = partial(_own_tensors, trace, device)
+    tensors = partial(_tensors_of, trace, device)
     if device.kind is ir.DeviceKind.CPU:
         return CpuTimer(trace, tensors, max(1, device.num_cores))
     from tessera.execute.cuda.timing import CudaTimer
@@ -298,7 +298,7 @@ def make_timer(trace: ir.Trace, device: ir.Device, stream: Any = None) -> Timer:
     return CudaTimer(trace, device.ordinal, tensors, stream, device.num_sms)
 
 
-def _own_tensors(trace: ir.Trace, device: ir.Device) -> tuple[Tensors | None, tuple[str, ...]]:
+def _tensors_of(trace: ir.Trace, device: ir.Device) -> tuple[Tensors | None, tuple[str, ...]]:
     """None and the reason if the model cannot be built there."""
     size = trace.bytes_of(ir.BufferKind.WEIGHT, ir.BufferKind.STATE)
     where = "cpu" if device.kind is ir.DeviceKind.CPU else f"cuda:{device.ordinal}"
@@ -314,7 +314,7 @@ def _own_tensors(trace: ir.Trace, device: ir.Device) -> tuple[Tensors | None, tu
         return {name: t if name in generators else t.to(where) for name, t in tensors.items()}, ()
     except (TesseraError, torch.OutOfMemoryError) as error:
         why = first_line(error)
-        return None, (f"{device.name}: tensors were made up, the model's own are not there: {why}",)
+        return None, (f"{device.name}: random tensors were timed, the model cannot be built: {why}",)
 
 
 def partition_streams(devices: Sequence[ir.Device]) -> dict[str, Any]:

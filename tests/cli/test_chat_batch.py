@@ -154,7 +154,7 @@ def test_batch_takes_the_address_of_a_server_without_its_scheme(
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([request_line(0), request_line(0)], "in.jsonl:2: custom_id 'r0' stands twice"),
+        ([request_line(0), request_line(0)], "in.jsonl:2: custom_id 'r0' appears twice"),
         ([request_line(0) | {"url": "/v1/files"}], "in.jsonl:1: POST /v1/files is not supported"),
         ([{"custom_id": "a"}], "in.jsonl:1: 'url' is missing"),
         ([request_line(0) | {"custom_id": 5}], "in.jsonl:1: 'custom_id' is missing or is not a text"),

@@ -8,7 +8,7 @@ from tessera.ir import MEMORY_SHARE, Cluster, Load, Objective
 from tessera.ir.timeline import HIDDEN
 from tessera.plan import FULL, SearchConfig
 from tessera.plan.rent import Basket
-from tessera.profile import Gpu, gpu, known_gpus, make_cluster, parse_devices
+from tessera.profile import GPUS, Gpu, gpu, make_cluster, parse_devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Market:
         """A price that was given holds at every provider."""
         if one.name not in self.prices:
             return one.prices
-        providers = sorted({name for other in known_gpus() for name, _ in other.prices})
+        providers = sorted({name for other in GPUS.values() for name, _ in other.prices})
         return tuple((name, self.prices[one.name]) for name in providers)
 
     def cluster(self, basket: Basket) -> Cluster:

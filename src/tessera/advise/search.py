@@ -22,7 +22,7 @@ from tessera.ir.units import digits, total
 from tessera.plan import Comparison, Option
 from tessera.plan.comparison import times_text
 from tessera.plan.rent import Basket, Limit, Offer, baskets
-from tessera.profile import Gpu, gpu, known_gpus, make_cluster, parse_devices, sureness
+from tessera.profile import GPUS, Gpu, gpu, make_cluster, parse_devices, sureness
 from tessera.report import round_limits
 
 Planned = tuple[ServicePlan | Plan, Comparison]
@@ -69,7 +69,7 @@ def advise(
 class RatedCards:
     def __init__(self, load: RentedLoad, market: Market, have: tuple[str, ...], advance: Advance) -> None:
         self.load, self.market, self.have, self.advance = load, market, have, advance
-        gpus = [gpu(name) for name in market.gpus] or list(known_gpus())
+        gpus = [gpu(name) for name in market.gpus] or list(GPUS.values())
         priced = [g for g in gpus if market.prices_of(g)] or gpus
         answers = Load(load.prompt, load.output, tpot_ms=load.tpot_ms, ttft_ms=load.ttft_ms)
         demand = ModelLoad(
@@ -110,7 +110,7 @@ class RatedCards:
     def _offers(self, gpus: Sequence[Gpu]) -> tuple[list[Offer], dict[str, str]]:
         """GPUs that can be rented and can run the model; the others with the reason."""
         market = self.market
-        providers = sorted({p for g in known_gpus() for p, _ in g.prices})
+        providers = sorted({p for g in GPUS.values() for p, _ in g.prices})
         if market.provider and market.provider not in providers:
             message = f"no price of '{market.provider}' is known"
             raise TesseraError(message, f"Known: {', '.join(providers)}.", "--provider")

@@ -58,7 +58,7 @@ def analyze(
     """
     if _is_ptx(file):
         if output is not None:
-            remedy = "Leave it out, and use --json for what is found."
+            remedy = "Leave it out; --json prints the accesses."
             raise TesseraError("PTX has no graph of launches to write", remedy, "--output")
         return _analyze_ptx(file, explain)
     if explain is not None:

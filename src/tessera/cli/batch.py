@@ -2,7 +2,7 @@
 
 Every line of the input is {"custom_id", "method": "POST", "url", "body"}; every line of the output {"id",
 "custom_id", "response": {"status_code", "request_id", "body"}, "error"}, in the order of completion. A line
-is written when its answer is complete, so the same command after a kill goes on with the rest.
+is written when its answer is complete, so the same command continues after a kill.
 
 Not handled: input that changes between two runs.
 """
@@ -47,7 +47,8 @@ class BatchRun(Record, frozen=True):
 def batch(
     source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Requests, one per line.", **FILE)],
     output: Annotated[
-        Path, typer.Argument(metavar="OUT.jsonl", dir_okay=False, help="Answers; goes on where it ends.")
+        Path,
+        typer.Argument(metavar="OUT.jsonl", dir_okay=False, help="Answers; continued if it exists."),
     ],
     server: ServerOptions,
     target: Annotated[
@@ -99,8 +100,8 @@ def _requests(path: Path) -> dict[str, dict[str, Any]]:
         if line.strip():
             request = _request(line, f"{path}:{number}")
             if requests.setdefault(request["custom_id"], request) is not request:
-                message = f"custom_id '{request['custom_id']}' stands twice"
-                raise TesseraError(message, "Give every request its own.", f"{path}:{number}")
+                message = f"custom_id '{request['custom_id']}' appears twice"
+                raise TesseraError(message, "Give every request another one.", f"{path}:{number}")
     if not requests:
         raise TesseraError("the file has no request", "Write one JSON object per line.", str(path))
     return requests
@@ -187,7 +188,7 @@ def _answer(client: ApiClient, request: dict[str, Any]) -> dict[str, Any]:
             response = {"status_code": status, "request_id": document.get("id") or name, "body": document}
             return {"id": name, "custom_id": request["custom_id"], "response": response, "error": None}
     message = f"the server is busy: {document['error']['message']}"
-    raise LoadError("busy", message, "Run the command again; it goes on with the rest.", client.url)
+    raise LoadError("busy", message, "Run the command again to continue.", client.url)
 
 
 def _count(counts: dict[str, int], response: dict[str, Any]) -> None:

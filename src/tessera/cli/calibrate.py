@@ -43,7 +43,7 @@ class CalibrationReport(Record, frozen=True):
 def calibrate(
     device: Annotated[str, typer.Argument(help="A device of this machine: cuda:0 or cpu.")],
     model: Annotated[
-        str, option("Whose launches are measured.", default="llama-3-8b; on a CPU tiny-llama")
+        str, option("Model whose launches are measured.", default="llama-3-8b; on a CPU tiny-llama")
     ] = "",
     num: Annotated[int, option("Launches to measure, at most.", "--launches", min=1)] = 36,
     store: Annotated[

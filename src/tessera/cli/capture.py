@@ -50,7 +50,9 @@ def capture(
     batch: Annotated[int, option("Rows of the batch.", min=1)] = 1,
     context: Annotated[
         int,
-        option("Tokens per row: read by a prefill, held for a decode, made of an image by an encode.", min=1),
+        option(
+            "Tokens per row: of the prompt (prefill), of the cache (decode), of an image (encode).", min=1
+        ),
     ] = 128,
     reserve: Annotated[int, option("Tokens per row that decodes may add after this prefill.", min=0)] = 0,
     seed: Annotated[int, option("Seed of the random weights.")] = 0,

@@ -56,7 +56,7 @@ def gpus(name: Annotated[str | None, typer.Argument(help="One GPU, in full.")] =
     tables = profile.installed_tables()
     if name is None:
         notes = (NOTE,) if tables else (NOTE, profile.missing_note())
-        return GpuList(gpus=tuple(_line(g, tables) for g in profile.known_gpus()), notes=notes)
+        return GpuList(gpus=tuple(_line(g, tables) for g in profile.GPUS.values()), notes=notes)
     one = profile.gpu(name)
     return GpuCard(
         specs=one,

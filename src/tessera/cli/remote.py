@@ -9,7 +9,7 @@ import hashlib
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ UnderTorchrun = Annotated[bool, option("Take rendezvous and rank from torchrun."
 
 # Key of torchrun's store under which rank 0 writes its port.
 ADDRESS_KEY = "tessera/address"
-# How long a rank looks for another run on the same address.
+# Seconds in which a rank joins another run on the same address.
 AGAIN_S = 1.0
 ANY = -1
 Devices = tuple[Device, ...]
@@ -41,7 +41,7 @@ Devices = tuple[Device, ...]
 @dataclass(frozen=True, kw_only=True)
 class MeetingOptions:
     rendezvous: Rendezvous = None
-    rank: Annotated[int, option("Which device this process is; 0 also takes the requests.", min=0)] = 0
+    rank: Annotated[int, option("Rank of this process's device; rank 0 also runs the requests.", min=0)] = 0
     secret_file: SecretFile = None
     torchrun: UnderTorchrun = False
     ray: Annotated[
@@ -79,9 +79,9 @@ class Meeting:
             if "RANK" not in os.environ:
                 remedy = "Start it so: torchrun ... -m tessera ..., or use --rendezvous."
                 raise TesseraError("this process was not started by torchrun", remedy, "--torchrun")
-            store, own_rank, world = next(iter(meet("env://")))
+            store, rank, world = next(iter(meet("env://")))
             host = os.environ["MASTER_ADDR"]
-            return Meeting(own_rank, host, 0, check_secret(host, secret), store, world)
+            return Meeting(rank, host, 0, check_secret(host, secret), store, world)
         host, colon, port = (rendezvous or "").rpartition(":")
         if not rendezvous:
             raise TesseraError("no address is given", "Name the service's: HOST:PORT.", "--rendezvous")
@@ -98,13 +98,10 @@ class Meeting:
         if self.world not in (None, len(names)):
             message = f"torchrun started {self.world} processes for {len(names)} devices"
             raise MismatchError(message, "Start one process per device.", "--torchrun")
-        listening = EngineRendezvous(self.host, self.port, self.secret, _complain)
-        try:
+        with closing(EngineRendezvous(self.host, self.port, self.secret, _complain)) as listening:
             if self.store is not None:
                 self.store.set(ADDRESS_KEY, str(listening.port))
             yield partial(Hub, names, rendezvous=listening, local=frozenset({0}), digest=digest)
-        finally:
-            listening.close()
 
     def address(self) -> tuple[str, int]:
         port = self.port if self.store is None else int(self.store.get(ADDRESS_KEY))
@@ -190,14 +187,14 @@ def worker(
     rendezvous: Rendezvous = None,
     secret_file: SecretFile = None,
     rank: Annotated[
-        int, option("Which device this is, counted from 0; -1: whichever has no worker.", min=ANY)
+        int, option("Rank of this worker's device; -1: any device without a worker.", min=ANY)
     ] = ANY,
-    model: Annotated[str, option("The model's folder on this machine, where it is not the service's.")] = "",
+    model: Annotated[str, option("Folder of the model on this machine; default: the service's.")] = "",
     patience: Annotated[
-        float, option("Seconds to wait for a service at first.", min=0, callback=finite)
+        float, option("Seconds to wait for the first connection.", min=0, callback=finite)
     ] = 300.0,
     again: Annotated[
-        float, option("Seconds to call again where none listens any more.", min=0, callback=finite)
+        float, option("Seconds to retry after a service has ended.", min=0, callback=finite)
     ] = 5.0,
     torchrun: UnderTorchrun = False,
 ) -> None:

@@ -55,5 +55,5 @@ def report(
 def _shown(path: Path) -> tuple[Plan, Timeline]:
     plan = load(Plan, path)
     beside = path.with_suffix(".timeline")
-    is_there = kind_of(beside) == "timeline"
-    return plan, load(Timeline, beside) if is_there else simulate(plan, SIMULATED_REQUESTS)
+    is_recorded = kind_of(beside) == "timeline"
+    return plan, load(Timeline, beside) if is_recorded else simulate(plan, SIMULATED_REQUESTS)

@@ -109,7 +109,7 @@ def run(
     verify: Annotated[
         bool, option("Compare with the model itself, bit by bit, on inputs drawn afresh.", "--verify")
     ] = False,
-    devices: Annotated[str | None, option("Devices that must be the plan's own.")] = None,
+    devices: Annotated[str | None, option("Check that the plan was made for these devices.")] = None,
     trace: Annotated[
         Path | None, option("Write a Perfetto trace here: what happened beside what was predicted.")
     ] = None,

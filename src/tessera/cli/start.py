@@ -254,12 +254,12 @@ def _added_per_s(plan: ServicePlan) -> dict[str, float]:
     if expected is None or not busy_s or not sum(map(sum, expected.steps)):
         return added
     for number, device in enumerate(plan.cluster.devices):
-        own_us = all_us = 0.0
+        alone_us = planned_us = 0.0
         for group, counts in zip(plan.groups, expected.steps, strict=True):
             placed = group.plan.lanes[0].placement.devices
             for costs, devices, num in zip(group.plan.costs, placed, counts, strict=True):
-                own_us += num * costs.total_us(number)
-                all_us += num * sum(costs.us(launch, d) for launch, d in enumerate(devices))
-        if own_us:
-            added[device.gpu or device.name] = expected.tokens_per_s * all_us / own_us / busy_s
+                alone_us += num * costs.total_us(number)
+                planned_us += num * sum(costs.us(launch, d) for launch, d in enumerate(devices))
+        if alone_us:
+            added[device.gpu or device.name] = expected.tokens_per_s * planned_us / alone_us / busy_s
     return added

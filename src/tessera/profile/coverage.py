@@ -12,7 +12,7 @@ from tessera.ir import Cost, Plan, Source
 from tessera.profile.counts import OpClass, Work
 from tessera.profile.estimate import works
 from tessera.profile.fitted import family_of, model_for, model_of
-from tessera.profile.gpus import gpu, known_gpus
+from tessera.profile.gpus import GPUS, gpu
 from tessera.profile.table_files import KINDS, files_of
 from tessera.profile.tables import Tables
 
@@ -145,7 +145,7 @@ def sureness_of(priced: Iterable[tuple[Work, str, Cost, float]]) -> Sureness:
 
 def _why(work: Work, cost: Cost, gpu_name: str) -> str:
     is_modelled = cost.source in (Source.FITTED, Source.CLASS)
-    if is_modelled and gpu_name in {known.name for known in known_gpus()}:
+    if is_modelled and gpu_name in GPUS:
         return model_of(work, gpu(gpu_name)).why
     return cost.detail or cost.source.value
 

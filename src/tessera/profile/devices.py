@@ -23,12 +23,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from tessera.errors import TesseraError, UnknownName, check_known
+from tessera.errors import TesseraError, check_known
 from tessera.ir import AWAY, Cluster, Device, DeviceKind, Link, verify
 from tessera.ir.files import packaged
 from tessera.ir.host import host_nodes
 from tessera.profile.cpus import CPUS, PREFIX, cpu
-from tessera.profile.gpus import Gpu, gpu, known_gpus
+from tessera.profile.gpus import GPUS, Gpu, gpu
 
 PLACE = "--devices"
 # Left beside a GPU, whose worker polls.
@@ -80,7 +80,7 @@ def cuda_cards() -> tuple[Card, ...]:
 
 def gpu_of(card_name: str) -> str:
     words = set(re.split(r"[^a-z0-9]+", card_name.lower()))
-    keys = [g.name for g in known_gpus() if set(g.name.split("-")) <= words]
+    keys = [name for name in GPUS if set(name.split("-")) <= words]
     return max(keys, key=lambda key: len(key.split("-")), default="")
 
 
@@ -124,38 +124,32 @@ def _numbered(devices: Iterable[Device]) -> Iterable[Device]:
 
 
 def _devices(word: str, cards: Cards) -> list[Device]:
-    kind, _, rest = word.partition(":")
-    if kind != OTHER_MACHINE:
-        return [_device(word, cards)]
+    kind, rest = word.partition("/")[0].partition(":")[0], word.partition(":")[2]
+    if word in GPUS:
+        raise TesseraError(f"'{word}' is a GPU, not a device", f"Write emu:{word} to plan for it.", PLACE)
+    check_known("kind of device", kind, (*DeviceKind, OTHER_MACHINE))
+    if kind == OTHER_MACHINE:
+        return _away(word, rest)
+    if kind == DeviceKind.EMU:
+        return [_emulated(word, rest)]
+    return [_cpu(word) if kind == DeviceKind.CPU else _cuda(word, rest, cards())]
+
+
+def _away(word: str, rest: str) -> list[Device]:
     name, colon, number = rest.partition(":")
     if name.endswith("*"):
         raise TesseraError(f"only Ray knows how many GPUs '{word}' is", f"Write {word[:-1]}:2.", PLACE)
     if colon and not (number.isdecimal() and int(number) > 0):
-        raise TesseraError(
-            f"'{word}' needs a number of GPUs, at least 1", f"Write {kind}:{name or 'a100'}:2.", PLACE
-        )
+        remedy = f"Write {OTHER_MACHINE}:{name or 'a100'}:2."
+        raise TesseraError(f"'{word}' needs a number of GPUs, at least 1", remedy, PLACE)
     emulated = _emulated(word, name)
     away = replace(emulated, name=f"{OTHER_MACHINE}:{emulated.gpu}", kind=DeviceKind.CUDA, ordinal=AWAY)
-    return [away] * (int(number) if colon else 1)
-
-
-def _device(word: str, cards: Cards) -> Device:
-    kind = word.partition("/")[0].partition(":")[0]
-    rest = word.partition(":")[2]
-    if kind not in tuple(DeviceKind):
-        if word in {one.name for one in known_gpus()}:
-            remedy = f"Write emu:{word} to plan for it."
-            raise TesseraError(f"'{word}' is a GPU, not a device", remedy, PLACE)
-        raise UnknownName("kind of device", kind, (*DeviceKind, OTHER_MACHINE))
-    if kind == DeviceKind.EMU:
-        return _emulated(word, rest)
-    return _cpu(word) if kind == DeviceKind.CPU else _cuda(word, rest, cards())
+    return [away] * int(number or 1)
 
 
 def _emulated(word: str, name: str) -> Device:
     if not name:
-        gpus = ", ".join(sorted((*(g.name for g in known_gpus()), *CPUS)))
-        kind = word.partition(":")[0]
+        kind, gpus = word.partition(":")[0], ", ".join(sorted((*GPUS, *CPUS)))
         raise TesseraError(f"'{word}' names no GPU", f"Use {kind}: with one of {gpus}.", PLACE)
     spec = cpu(name) if name.startswith(PREFIX) else gpu(name)
     usd = spec.usd_per_hour if isinstance(spec, Gpu) else None

@@ -199,7 +199,10 @@ def _nearest(gpu_name: str, op: OpClass, family: str) -> Model:
     rows = [f for f in fitted_rows().fits if f.op is op and f.family == family]
     if rows:
         fit = next((f for f in rows if f.gpu == gpu_name), None)
-        return _own(fit) if fit else _of_relatives(gpu(gpu_name), rows)
+        if fit is None:
+            return _of_relatives(gpu(gpu_name), rows)
+        why = f"fitted to {fit.num_fitted} rows of {fit.data}"
+        return _model([fit], Source.FITTED, fit.mean_error, fit.long_error, why)
     families = [f.family for f in fitted_rows().fits if f.op is op]
     if families:
         other = "f16" if "f16" in families else families[0]
@@ -207,11 +210,6 @@ def _nearest(gpu_name: str, op: OpClass, family: str) -> Model:
     kin, added = KIN[op]
     borrowed = model_for(gpu_name, kin, family if kin is OpClass.GEMM else ANY)
     return borrowed.wider(added, f"{op} is priced like {kin}")
-
-
-def _own(fit: Fit) -> Model:
-    why = f"fitted to {fit.num_fitted} rows of {fit.data}"
-    return _model([fit], Source.FITTED, fit.mean_error, fit.long_error, why)
 
 
 def _of_relatives(spec: Gpu, rows: list[Fit]) -> Model:

@@ -81,10 +81,6 @@ def clock_ghz(spec: Gpu) -> float:
 GPUS = {one.name: one for one in packaged("profile", "gpus.json", tuple[Gpu, ...])}
 
 
-def known_gpus() -> tuple[Gpu, ...]:
-    return tuple(GPUS.values())
-
-
 def gpu(name: str) -> Gpu:
     check_known("GPU", name, GPUS)
     return GPUS[name]

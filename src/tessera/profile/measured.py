@@ -292,8 +292,8 @@ def _key(kernel: str, launch: Launch, cold: frozenset[int]) -> str:
 
 
 def needs_measuring(device: Device) -> bool:
-    is_own = device.kind is not DeviceKind.EMU and not device.is_dilated
-    return is_own and device.ordinal != AWAY
+    """Real hardware of this machine at its own speed."""
+    return device.kind is not DeviceKind.EMU and not device.is_dilated and device.ordinal != AWAY
 
 
 def combine(

@@ -78,7 +78,7 @@ class Kind:
     loads: Callable[[Columns, str, Gpu], tuple[Loads, ...]]
     query: Callable[[Work], tuple[str, tuple[float, ...]] | None]
     # An assumption.
-    stand_in_error: float = 0.0
+    kernel_error: float = 0.0
 
 
 def arithmetic(variant: str) -> str:
@@ -199,7 +199,7 @@ KINDS: dict[OpClass, Kind] = {
             ("sglang", "vllm", "trtllm"), (BF16,),
             lambda variant: [("moe_dtype", "=", variant), ("distribution", "=", "balanced"),
                              ("moe_ep_size", "=", 1)],
-            _moe_places, _moe_loads, _moe_query, stand_in_error=0.20,
+            _moe_places, _moe_loads, _moe_query, kernel_error=0.20,
         ),
     )
 }  # fmt: skip

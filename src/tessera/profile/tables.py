@@ -28,7 +28,7 @@ from tessera.ir.files import cache_folder
 from tessera.profile import fitted, table_files
 from tessera.profile.counts import OpClass, Work
 from tessera.profile.fitted import Array, Loads
-from tessera.profile.gpus import Gpu, gpu, known_gpus
+from tessera.profile.gpus import GPUS, Gpu, gpu
 from tessera.profile.table_files import KINDS, Absent, Arrays, Mask, Rows, TableCache, TableFile, Unusable
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def _compared(rows: Rows, others: list[TableFile], store: TableCache) -> tuple[l
 
 def _of_the_same_chip(root: Path, file: TableFile) -> list[TableFile]:
     chip = gpu(file.gpu).chip
-    alike = [g.name for g in known_gpus() if g.chip == chip and g.name in table_files.SYSTEMS]
+    alike = [g.name for g in GPUS.values() if g.chip == chip and g.name in table_files.SYSTEMS]
     return [f for name in alike for f in table_files.files_of(root, name, file.op) if f != file]
 
 
@@ -326,7 +326,7 @@ def _prices(
         error_at(distance, source.errors),
         CORRECTION_ERROR * np.log(base / as_timed),
         source.spread,
-        KINDS[source.file.op].stand_in_error,
+        KINDS[source.file.op].kernel_error,
         LEAST_ERROR,
     )
     error = np.sqrt(sum(np.square(x) for x in parts))

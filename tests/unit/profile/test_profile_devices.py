@@ -8,7 +8,7 @@ import pytest
 from profile_factories import emulated
 from tessera.errors import TesseraError, UnknownName
 from tessera.ir import AWAY, DeviceKind, host, verify
-from tessera.profile import LINKS, cap_memory, gpu, known_gpus, make_cluster, parse_devices
+from tessera.profile import GPUS, LINKS, cap_memory, gpu, make_cluster, parse_devices
 from tessera.profile.measured import needs_measuring
 
 
@@ -87,7 +87,7 @@ def test_every_link_says_where_its_figures_come_from() -> None:
 
 def test_all_gpus_are_known_with_their_sources() -> None:
     """Twenty-eight GPUs, each with figures that make sense and words on where they come from."""
-    gpus = known_gpus()
+    gpus = tuple(GPUS.values())
 
     assert 28 == len({g.name for g in gpus}) == len(gpus)
     assert all(g.memory_bytes > 1e9 and g.memory_gbps > 100 and g.fp32_tflops > 1 for g in gpus)
@@ -96,7 +96,7 @@ def test_all_gpus_are_known_with_their_sources() -> None:
 
 def test_sustained_rates_are_below_the_data_sheet() -> None:
     """No measured rate exceeds its peak."""
-    for g in known_gpus():
+    for g in GPUS.values():
         if g.effective:
             assert g.effective.gemm_tflops < (g.bf16_tflops or 0)
             assert max(g.effective.decode_gbps, g.effective.weights_gbps) < g.memory_gbps
@@ -114,7 +114,7 @@ def test_default_price_is_runpods_where_it_quotes_one() -> None:
 
 def test_no_source_names_a_place_on_somebodys_disk() -> None:
     """Sources are public data sets, not paths."""
-    words = " ".join(f"{g.spec_source} {g.effective_source} {g.price_source} {g.note}" for g in known_gpus())
+    words = " ".join(f"{g.spec_source} {g.effective_source} {g.price_source} {g.note}" for g in GPUS.values())
 
     assert not any(part in words for part in ("/work", "/home", "shared/", ".parquet"))
 

@@ -12,7 +12,7 @@ import pytest
 from profile_factories import TraceMaker, attention_trace, emulated, estimate, gemm_trace, unary_trace
 from tessera.errors import TesseraError
 from tessera.ir import Arg, Costs, Device, DeviceKind, Source, Trace, View, verify
-from tessera.profile import Gpu, OpClass, coverage, known_gpus, notes
+from tessera.profile import GPUS, Gpu, OpClass, coverage, notes
 from tessera.profile.counts import Work
 from tessera.profile.fitted import fitted_rows, price_many
 from tessera.profile.measured import combine
@@ -76,13 +76,13 @@ def test_long_prompts_cost_about_alike_on_a100_and_l40s() -> None:
 
 def test_weights_stream_at_the_measured_rates() -> None:
     """One row through a 16384 x 16384 bf16 matrix runs near the sustained rate of each measured GPU."""
-    for spec in (g for g in known_gpus() if g.effective):
+    for spec in (g for g in GPUS.values() if g.effective):
         assert spec.effective is not None
         (us,) = times(gemm_trace(1, 16384, 16384), spec.name)
         assert us == pytest.approx(2 * 16384**2 / (spec.effective.weights_gbps * 1e3), rel=0.17)
 
 
-@pytest.mark.parametrize("spec", known_gpus(), ids=lambda g: g.name)
+@pytest.mark.parametrize("spec", GPUS.values(), ids=lambda g: g.name)
 def test_every_class_is_priced_on_every_gpu(spec: Gpu) -> None:
     """No class is free, impossible, or without an error."""
     for op in OpClass:
@@ -94,13 +94,13 @@ def test_every_class_is_priced_on_every_gpu(spec: Gpu) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "int8"])
 def test_every_dtype_is_priced(dtype: str) -> None:
     """GEMMs of any dtype have a finite price on every GPU."""
-    for spec in known_gpus():
+    for spec in GPUS.values():
         assert 0 < times(gemm_trace(64, 64, 64, dtype), spec.name)[0] < 1e6
 
 
 def test_never_faster_than_the_memory_allows() -> None:
     """No kernel beats its data sheet's bandwidth or arithmetic."""
-    for spec in known_gpus():
+    for spec in GPUS.values():
         (us,) = times(unary_trace("aten.relu.default", 1 << 28), spec.name)
         assert us > 2 * 4 * (1 << 28) / (spec.memory_gbps * 1e3)
         (us,) = times(gemm_trace(8192, 8192, 8192, "float32"), spec.name)

@@ -12,7 +12,7 @@ from tessera.ir import Arg, Origin, Source, Trace, View
 from tessera.profile import Work, works
 from tessera.profile.corrections import Corrections, packaged
 from tessera.profile.estimate import price_works
-from tessera.profile.gpus import clock_ghz, gpu, known_gpus
+from tessera.profile.gpus import GPUS, clock_ghz, gpu
 from tessera.profile.overheads import TERMS, fused_overhead, joined_dims
 
 ROWS = Path(__file__).parents[3] / "benchmarks" / "results" / "launches_h200_202611.json"
@@ -222,7 +222,7 @@ def test_every_coefficient_belongs_to_a_term_and_has_an_error() -> None:
 def test_clocks_come_from_the_data_sheet() -> None:
     """Every known GPU has a plausible boost clock."""
     assert 1.41 == pytest.approx(clock_ghz(gpu("a100")), abs=0.01)
-    assert all(1.0 < clock_ghz(spec) < 3.2 for spec in known_gpus())
+    assert all(1.0 < clock_ghz(spec) < 3.2 for spec in GPUS.values())
 
 
 def test_work_with_an_overhead_still_prices_by_source() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from report_factory import make_plan, make_work
 from tessera.ir import Plan, Source
-from tessera.profile import borrowed, known_gpus, sureness
+from tessera.profile import GPUS, borrowed, sureness
 
 
 def plan_with(rel_error: float, source: Source) -> Plan:
@@ -59,7 +59,7 @@ def test_allocations_need_no_model() -> None:
 @pytest.mark.parametrize("name", ["rtx-3080", "rtx-3090", "a6000", "a5000", "l20"])
 def test_cards_without_measurements_say_whose_models_they_borrow(name: str) -> None:
     """From cards of the same chip."""
-    specs = {g.name: g for g in known_gpus()}
+    specs = GPUS
 
     assert borrowed(name)
     assert all(specs[lender].chip == specs[name].chip for lender in borrowed(name))
