@@ -122,11 +122,7 @@ def _record(
         write_advice(page, advice, answer, divided, (*remarks, f"Prices: {advice.price_source}."))
         files = (*files, str(page))
     return AdviceRecord(
-        advice=advice,
-        plans=figures,
-        headline=answer[0],
-        notes=(*answer[1:], remarks[-1]),
-        files=files,
+        advice=advice, plans=figures, headline=answer[0], notes=(*answer[1:], remarks[-1]), files=files
     )
 
 

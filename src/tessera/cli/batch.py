@@ -47,13 +47,11 @@ class BatchRun(Record, frozen=True):
 def batch(
     source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Requests, one per line.", **FILE)],
     output: Annotated[
-        Path,
-        typer.Argument(metavar="OUT.jsonl", dir_okay=False, help="Answers; continued if it exists."),
+        Path, typer.Argument(metavar="OUT.jsonl", dir_okay=False, help="Answers; continued if it exists.")
     ],
     server: ServerOptions,
     target: Annotated[
-        str | None,
-        option("Server, as http://127.0.0.1:8000, or a model.", default="the requests' model"),
+        str | None, option("Server, as http://127.0.0.1:8000, or a model.", default="the requests' model")
     ] = None,
     effort: EffortOption = "full",
     at_once: Annotated[int, option("Requests in flight.", min=1, max=1024)] = 64,
@@ -77,12 +75,7 @@ def batch(
                     out.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
                     out.flush()
                     _count(counts, line["response"])
-    return BatchRun(
-        requests=len(requests),
-        done_before=len(requests) - len(rest),
-        output=output,
-        **counts,
-    )
+    return BatchRun(requests=len(requests), done_before=len(requests) - len(rest), output=output, **counts)
 
 
 def _opened(path: Path) -> BinaryIO:

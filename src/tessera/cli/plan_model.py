@@ -49,8 +49,7 @@ MemoryShareOption = Annotated[
     ),
 ]  # fmt: skip
 FrequenciesOption = Annotated[
-    Path | None,
-    option("JSON of how often experts are chosen, by module: hot ones go to the GPU.", **FILE),
+    Path | None, option("JSON of how often experts are chosen, by module: hot ones go to the GPU.", **FILE)
 ]
 
 

@@ -16,15 +16,7 @@ from tessera.errors import DeviceGone, TesseraError
 from tessera.ir import Cost, Costs, Device, Source, Trace, load, save
 from tessera.ir.units import duration
 from tessera.profile import installed_tables, notes, parse_devices, works
-from tessera.profile.measured import (
-    Measured,
-    Missed,
-    Reconciled,
-    combine,
-    distinct,
-    measure,
-    needs_measuring,
-)
+from tessera.profile.measured import Measured, Missed, Reconciled, combine, distinct, measure, needs_measuring
 from tessera.profile.store import SIZES, LinkFit, Store, default_store, fit_link, keep_links, remark
 from tessera.report import short_name
 

@@ -47,8 +47,7 @@ class PlayedRequests:
         float, option("Relative error of every kernel type's cost.", callback=ONLINE, min=0.0, max=0.99)
     ] = 0.0
     lose: Annotated[
-        list[str] | None,
-        option("Lose a device: DEVICE@SECONDS[-SECONDS when it is back].", callback=ONLINE),
+        list[str] | None, option("Lose a device: DEVICE@SECONDS[-SECONDS when it is back].", callback=ONLINE)
     ] = None
     slow: Annotated[
         list[str] | None, option("Slow a device down: DEVICE@SECONDSxFACTOR.", callback=ONLINE)
@@ -225,10 +224,7 @@ def simulate_service(
 
 
 def simulate_steps(
-    plan: Plan,
-    requests: int,
-    trace: Path | None = None,
-    output: Path | None = None,
+    plan: Plan, requests: int, trace: Path | None = None, output: Path | None = None
 ) -> SimulatedTimeline:
     from tessera import simulate as simulator
     from tessera.report import utilisation, write_perfetto
