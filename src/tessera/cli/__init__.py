@@ -8,6 +8,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.resources import files
 from typing import Any
 
 import typer
@@ -60,21 +61,6 @@ app.add_typer(bench.app, name="bench")
 INTERRUPTED = 130
 # Set by the shell when it asks for completions.
 COMPLETION = "_TESSERA_COMPLETE"
-# Printed for the name alone.
-FIRST_SCREEN = """\
-Tessera makes heterogeneous GPUs work as one. Five things to do with it:
-
-  See what it does         tessera demo
-  Plan for cards           tessera plan llama-3-8b --devices emu:h20,emu:l40s
-  Find what to rent        tessera advise llama-3-8b --rate 50
-  Serve a model            tessera serve tiny-llama --devices emu:a100,emu:l40s
-                           tessera chat http://127.0.0.1:8000
-  Divide your own model    tessera capture FOLDER -o x.trace
-                           tessera plan x.trace --devices emu:a100,emu:l40s
-                           tessera run x.plan --verify
-
-emu:a100 is a card that nobody has to own; cuda:0 is one of this machine.
-tessera --help lists every command, tessera doctor what this machine can do."""
 
 
 def _show_version(value: bool) -> None:
@@ -99,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _main(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if not words and COMPLETION not in os.environ:
-        typer.echo(FIRST_SCREEN)
+        typer.echo(files(__name__).joinpath("first_screen.txt").read_text("utf-8"), nl=False)
         return 0
     return run_app(app, words, "tessera")
 
