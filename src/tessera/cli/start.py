@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,22 +46,18 @@ class Phases:
     """Seconds of a start by the first word of each line of progress."""
 
     def __init__(self, advance: Callable[[str], None]) -> None:
-        self._advance, self._name, self._last_s = advance, "opening", time.perf_counter()
-        self._seconds: dict[str, float] = {}
+        self._advance, self._starts = advance, [("opening", time.perf_counter())]
 
     def __call__(self, what: str) -> None:
-        self._note(what.partition(" ")[0])
+        self._starts.append((what.partition(" ")[0], time.perf_counter()))
         self._advance(what)
 
     def line(self) -> str:
-        self._note("")
-        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self._seconds.items())
-        return f"seconds of the start, {sum(self._seconds.values()):.1f} after imports: {parts}"
-
-    def _note(self, following: str) -> None:
-        now_s = time.perf_counter()
-        self._seconds[self._name] = self._seconds.get(self._name, 0.0) + now_s - self._last_s
-        self._name, self._last_s = following, now_s
+        seconds: dict[str, float] = {}
+        for (name, start_s), (_, stop_s) in pairwise([*self._starts, ("", time.perf_counter())]):
+            seconds[name] = seconds.get(name, 0.0) + stop_s - start_s
+        parts = ", ".join(f"{name} {num:.1f}" for name, num in seconds.items())
+        return f"seconds of the start, {sum(seconds.values()):.1f} after imports: {parts}"
 
 
 @contextmanager
