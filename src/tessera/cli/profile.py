@@ -217,8 +217,8 @@ def measure_links(devices: Sequence[Device], path: Path, transport: str) -> tupl
 
 def store_at(path: Path | None, any_clock: bool = False) -> partial[Store]:
     """A default store that cannot be used is left out, with a warning."""
-    spare = None if path else cache(lambda what: say(f"warning: {what}; it is done without"))
-    return partial(Store, path or default_store(), any_clock=any_clock, spare=spare)
+    warn = None if path else cache(lambda what: say(f"warning: {what}; it is left out"))
+    return partial(Store, path or default_store(), any_clock=any_clock, warn=warn)
 
 
 def measure_devices(trace: Trace, devices: Sequence[Device], kept: partial[Store]) -> dict[str, Measured]:

@@ -72,9 +72,9 @@ def edge_classes(direct: Sequence[Edge], num_launches: int) -> tuple[EdgeClass, 
     for hazard in Hazard:
         pairs = tuple(dict.fromkeys((e.src, e.dst) for e in direct if e.hazard is hazard))
         others = tuple(dict.fromkeys((e.src, e.dst) for e in direct if e.hazard is not hazard))
-        above = _ancestors(others, num_launches)
-        unkept = tuple((src, dst) for src, dst in pairs if not above[dst] >> src & 1)
-        classes.append(EdgeClass(hazard, pairs, others, unkept))
+        ancestors = _ancestors(others, num_launches)
+        open_pairs = tuple((src, dst) for src, dst in pairs if not ancestors[dst] >> src & 1)
+        classes.append(EdgeClass(hazard, pairs, others, open_pairs))
     return tuple(classes)
 
 

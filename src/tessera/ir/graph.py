@@ -145,7 +145,7 @@ def check_steps(traces: Sequence[Trace]) -> None:
         raise MismatchError("the decode is given before the prefill", "Give the steps in the order they run.")
 
 
-class _Uneven(Exception):
+class _Differs(Exception):
     """The args are the path to the difference."""
 
 
@@ -179,8 +179,8 @@ class StepFamily:
         whole = lcm(*wholes)
         factors = [part * (whole // size) for part, size in zip(parts, wholes, strict=True)]
         try:
-            written: Graph = self._blend(factors, whole)
-        except _Uneven as error:
+            written: Graph = self._interpolate(factors, whole)
+        except _Differs as error:
             where = ".".join(map(str, error.args))
             sizes = ", ".join(f"{name} {getattr(step, name)}" for name in self.fields)
             raise MismatchError(
@@ -192,22 +192,22 @@ class StepFamily:
         return written
 
     @cached_property
-    def _blend(self) -> "_Blend":
-        return _Blend(self.recordings)
+    def _interpolate(self) -> "_Interpolation":
+        return _Interpolation(self.recordings)
 
 
 # (factor of each recording's growth, common denominator, earlier parts) -> part.
 _Make = Callable[[Sequence[int], int, Sequence[Any]], Any]
 
 
-class _Blend:
+class _Interpolation:
     """Equal parts, such as those of a model's layers, are interpolated once."""
 
     def __init__(self, recordings: Sequence[Graph]) -> None:
         self._one = recordings[0]
         self._makes: list[_Make] = []
         self._places: dict[tuple[type, bytes], int] = {}
-        self._find(recordings)
+        self._place_of(recordings)
 
     def __call__(self, factors: Sequence[int], whole: int) -> Any:
         parts: list[Any] = [self._one]
@@ -215,11 +215,11 @@ class _Blend:
             parts.append(make(factors, whole, parts))
         return parts[-1]
 
-    def _find(self, values: Sequence[Any], *path: Any) -> int | None:
+    def _place_of(self, values: Sequence[Any], *path: Any) -> int | None:
         """Place of the part that interpolates these values, one of each recording. None: they are equal."""
         one = values[0]
         if any(type(other) is not type(one) for other in values):
-            raise _Uneven(*path)
+            raise _Differs(*path)
         if all(other == one for other in values[1:]):
             return None
         key = type(one), msgspec.msgpack.encode(values)
@@ -238,8 +238,8 @@ class _Blend:
         elif isinstance(one, tuple) and len({len(value) for value in values}) == 1:
             names, rows = range(len(one)), list(zip(*values, strict=True))
         else:
-            raise _Uneven(*path)
-        places = [self._find(row, *path, name) for name, row in zip(names, rows, strict=True)]
+            raise _Differs(*path)
+        places = [self._place_of(row, *path, name) for name, row in zip(names, rows, strict=True)]
         varying = [(number, place) for number, place in enumerate(places) if place is not None]
         first = [row[0] for row in rows]
 
@@ -258,7 +258,7 @@ def _grow(values: Sequence[int], path: Sequence[Any]) -> _Make:
     def grown(factors: Sequence[int], whole: int, parts: Sequence[Any]) -> Any:
         more, rest = divmod(sum(map(mul, growth, factors)), whole)
         if rest:
-            raise _Uneven(*path)
+            raise _Differs(*path)
         return one + more
 
     return grown

@@ -64,7 +64,7 @@ class Timeline:
             if span.is_transfer:
                 total += span.stop_us - span.start_us
                 busy = self.intervals.get(span.track.rpartition(LINK_ARROW)[2], [])
-                hidden += _shared(busy, span.start_us, span.stop_us)
+                hidden += _overlap_us(busy, span.start_us, span.stop_us)
         return total, hidden
 
 
@@ -75,7 +75,7 @@ def _join(intervals: list[tuple[float, float]], start: float, stop: float) -> No
         intervals.append((start, stop))
 
 
-def _shared(intervals: list[tuple[float, float]], start: float, stop: float) -> float:
+def _overlap_us(intervals: list[tuple[float, float]], start: float, stop: float) -> float:
     shared_us = 0.0
     index = max(0, bisect_right(intervals, (start, float("inf"))) - 1)
     while index < len(intervals) and intervals[index][0] < stop:

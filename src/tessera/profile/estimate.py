@@ -118,10 +118,10 @@ def _about_tables(names: tuple[str, ...], distinct: list[Work], tables: Tables |
     if tables is None:
         covered = [name for name in names if name in SYSTEMS]
         return [f"{', '.join(covered)}: {missing_note()}"] if covered else []
-    if tables.trouble:
-        return [f"public tables cannot be read: {tables.trouble}"]
+    if tables.problem:
+        return [f"public tables cannot be read: {tables.problem}"]
     return [
         f"{file.gpu}: the {file.op} table of {file.name} is not used: {reason}"
         for name in names
-        for file, reason in tables.passed_over(name, distinct)
+        for file, reason in tables.rejected_for(name, distinct)
     ]

@@ -2,7 +2,7 @@
 
 A row names its device (model, SMs, driver, torch version) and clock. Rows of other devices are ignored, and
 rows at another clock unless `any_clock`. A half line, left by a killed command, is dropped; other damage is
-an error with its line. With `spare`, an unusable store is ignored.
+an error with its line. With `warn`, an unusable store is left out.
 
 A timing is a median with a 95 % interval from order statistics. Sampling stops when half the interval is
 within 2 % of the median, or time is up. Links: us = latency + bytes / bandwidth, a least-squares fit of
@@ -89,12 +89,12 @@ class Store:
         path: Path,
         machine: Machine,
         any_clock: bool = False,
-        spare: Callable[[str], None] | None = None,
+        warn: Callable[[str], None] | None = None,
     ) -> None:
         self._path, self._machine = path, machine
-        self._spare = spare
+        self._warn = warn
         self._rows: dict[tuple[str, str], StoredRow] = {}
-        with self._spared():
+        with self._guarded():
             for row in read_rows(path):
                 is_near = any_clock or not _differ(row.clock_mhz, machine.clock_mhz)
                 if row.identity == machine.identity and is_near:
@@ -107,17 +107,17 @@ class Store:
         """Writes the row at once, so that a crash does not lose it."""
         row = StoredRow(kind, key, self._machine.identity, self._machine.clock_mhz, kernel, **values)
         self._rows[kind, key] = row
-        with self._spared():
+        with self._guarded():
             append_rows(self._path, [row])
 
     @contextmanager
-    def _spared(self) -> Iterator[None]:
+    def _guarded(self) -> Iterator[None]:
         try:
             yield
         except TesseraError as error:
-            if self._spare is None:
+            if self._warn is None:
                 raise
-            self._spare(f"{self._path} {error.message}")
+            self._warn(f"{self._path} {error.message}")
 
 
 def append_rows(path: Path, rows: Iterable[StoredRow]) -> None:

@@ -263,7 +263,7 @@ class Tables:
     root: Path
     store: TableCache
     # Why no table can be read.
-    trouble: str = ""
+    problem: str = ""
     _choices: dict[tuple[str, OpClass, str], TableChoice] = field(default_factory=dict)
 
     def choice(self, gpu_name: str, op: OpClass, variant: str) -> TableChoice:
@@ -283,11 +283,11 @@ class Tables:
             except Unusable as reason:
                 rejected.append((file, str(reason)))
             except MissingExtra as error:
-                self.trouble = str(error)
+                self.problem = str(error)
                 break
         return TableChoice(None, tuple(rejected))
 
-    def passed_over(self, gpu_name: str, works: Sequence[Work]) -> list[tuple[TableFile, str]]:
+    def rejected_for(self, gpu_name: str, works: Sequence[Work]) -> list[tuple[TableFile, str]]:
         queries = [(w.op, KINDS[w.op].query(w)) for w in works if w.op in KINDS]
         variants = dict.fromkeys((op, query[0]) for op, query in queries if query)
         return [x for op, variant in variants for x in self.choice(gpu_name, op, variant).rejected]

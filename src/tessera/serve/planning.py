@@ -171,7 +171,7 @@ class CpuBackend:
         def warn(what: str) -> None:
             print(f"warning: {what}; measurements are not kept for the next start", file=sys.stderr)
 
-        store = partial(Store, default_store(), any_clock=True, spare=warn)
+        store = partial(Store, default_store(), any_clock=True, warn=warn)
 
         def price(trace: ir.Trace) -> ir.Costs:
             measured = {}
