@@ -105,7 +105,7 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("row", [{}, {"kind": "session"}, {"kind": "whole", "timing": []}])
 def test_a_row_without_its_fields_is_named(tmp_path: Path, row: dict[str, object]) -> None:
-    """As damage; a spare store is done without."""
+    """As damage; a default store is left out."""
     path = tmp_path / "s"
     filled(path)
     with path.open("a") as file:
@@ -114,7 +114,7 @@ def test_a_row_without_its_fields_is_named(tmp_path: Path, row: dict[str, object
 
     with pytest.raises(ArtifactError, match="no measurement"):
         Store(path, machine())
-    Store(path, machine(), spare=said.append)
+    Store(path, machine(), warn=said.append)
     assert 1 == len(said)
 
 
@@ -132,7 +132,7 @@ def test_a_store_that_is_spare_is_done_without(tmp_path: Path, is_folder: bool) 
     """A service starts all the same; what was measured is known until it ends."""
     (tmp_path / "s").mkdir() if is_folder else (tmp_path / "s").write_text("")
     said: list[str] = []
-    store = Store(tmp_path / "s" if is_folder else tmp_path / "s" / "x", machine(), spare=said.append)
+    store = Store(tmp_path / "s" if is_folder else tmp_path / "s" / "x", machine(), warn=said.append)
     store.add("whole", "digest", timing=TIMING)
 
     assert TIMING == store.row("whole", "digest").timing
