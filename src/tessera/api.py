@@ -22,8 +22,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self
 
 import msgspec
 
@@ -47,7 +46,6 @@ DEFAULT_LOAD = Load(prompt_tokens=1024, output_tokens=256)
 # Requests in flight; the rest wait here.
 MAX_AT_ONCE = 256
 
-Self = TypeVar("Self", bound="_Closing")
 
 
 def plan(
@@ -199,12 +197,10 @@ class _Closing:
         """End workers and threads; further calls do nothing."""
         self._close()
 
-    def __enter__(self: Self) -> Self:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -37,20 +37,18 @@ MAX_BUILT_BYTES = 4 << 30
 
 def make_unit(traces: Sequence[ir.Trace], counts: Sequence[int] | None = None) -> ir.WorkUnit:
     check_steps(traces)
-    if counts:
-        check_counts(counts, len(traces))
-    graphs = tuple(build_graph(trace) for trace in traces)
-    unit = ir.WorkUnit(graphs, tuple(counts) if counts else default_counts(graphs))
-    check_counts(unit.counts, len(graphs))
-    check_joined(graphs)
+    counts = tuple(counts or default_counts(traces))
+    check_counts(counts, len(traces))
+    unit = ir.WorkUnit(tuple(build_graph(trace) for trace in traces), counts)
+    check_joined(unit.graphs)
     ir.verify(unit)
     return unit
 
 
-def default_counts(graphs: Sequence[ir.Graph]) -> tuple[int, ...]:
+def default_counts(traces: Sequence[ir.Trace]) -> tuple[int, ...]:
     """A decode runs once per token that its prefill reserved."""
-    reserve = max((g.trace.step.reserve for g in graphs if g.trace.step.kind == "prefill"), default=0)
-    return tuple(max(1, reserve) if g.trace.step.kind == "decode" else 1 for g in graphs)
+    reserve = max((trace.step.reserve for trace in traces if trace.step.kind == "prefill"), default=0)
+    return tuple(max(1, reserve) if trace.step.kind == "decode" else 1 for trace in traces)
 
 
 def check_joined(graphs: Sequence[ir.Graph]) -> None:

@@ -208,9 +208,8 @@ def bench_serve(
 def _latencies(columns: dict[str, Any]) -> LatencyTable:
     lines = {}
     for metric, words in METRICS.items():
-        mean, _, *quantiles = (columns[f"{statistic}_{metric}_ms"] for statistic in STATISTICS)
-        median, p90, p99 = quantiles
-        lines[words] = LatencyLine(mean_ms=mean, median_ms=median, p90_ms=p90, p99_ms=p99)
+        values = {f"{name}_ms": columns[f"{name}_{metric}_ms"] for name in STATISTICS if name != "std"}
+        lines[words] = LatencyLine(**values)
     return LatencyTable(latencies=lines)
 
 
