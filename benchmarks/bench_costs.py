@@ -101,7 +101,7 @@ def judge(tables: Tables, gpu_name: str, op: OpClass, with_cached: bool = False)
     source = tables.choice(gpu_name, op, VARIANT[op]).source
     if source is None:
         return None
-    rows = read_rows(source.file, VARIANT[op], tables.store)
+    rows = read_rows(source.file, VARIANT[op], tables.cache_to)
     base, may, wrong = against_model(rows, gpu(gpu_name))
     kept = np.flatnonzero((may | with_cached) & ~wrong)
     if op is OpClass.GROUPED:

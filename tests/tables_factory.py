@@ -11,7 +11,7 @@ import pytest
 from tessera.profile import gpu
 from tessera.profile.counts import OpClass
 from tessera.profile.fitted import Array, model_for, peaks_of, predict
-from tessera.profile.table_files import KINDS, SYSTEMS, TableCache
+from tessera.profile.table_files import KINDS, SYSTEMS
 from tessera.profile.tables import Tables
 
 _WIDTHS = [512, 1024, 2048, 3072, 4096, 8192, 12288, 16384]
@@ -83,4 +83,4 @@ def write_table(
 
 def made_tables(root: Path, cache: Path | None = None) -> Tables:
     """The tables of a hand-made folder."""
-    return Tables(root, TableCache(cache or root / "cache"))
+    return Tables(root, cache or root / "cache")

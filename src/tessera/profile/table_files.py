@@ -242,25 +242,6 @@ class TableFile:
 
 
 @dataclass(frozen=True, slots=True)
-class TableCache:
-    folder: Path
-
-    def find_or_make(self, key: str, make: Callable[[], Arrays]) -> Arrays:
-        path = self.folder / f"{key}.npz"
-        with (
-            suppress(OSError, ValueError, EOFError, zipfile.BadZipFile),
-            np.load(path, allow_pickle=False) as entry,
-        ):
-            return {name: entry[name] for name in entry.files}
-        arrays, file = make(), io.BytesIO()
-        np.savez(file, allow_pickle=False, **arrays)
-        with suppress(OSError, ArtifactError):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(path, [file.getvalue()])
-        return arrays
-
-
-@dataclass(frozen=True, slots=True)
 class Rows:
     file: TableFile
     variant: str
@@ -270,10 +251,30 @@ class Rows:
     num_without_time: int
 
 
-def read_rows(file: TableFile, variant: str, store: TableCache) -> Rows:
+def cached(folder: Path, files: Iterable[Path], words: Iterable[str], make: Callable[[], Arrays]) -> Arrays:
+    """Arrays that `files` and `words` determine."""
+    digest = hashlib.sha256(repr((READER_VERSION, tuple(words))).encode())
+    for file in files:
+        with suppress(OSError):  # reading reports a deleted file
+            stat = file.stat()
+            digest.update(repr((str(file), stat.st_size, stat.st_mtime_ns)).encode())
+    path = folder / f"{digest.hexdigest()[:32]}.npz"
+    with (
+        suppress(OSError, ValueError, EOFError, zipfile.BadZipFile),
+        np.load(path, allow_pickle=False) as entry,
+    ):
+        return {name: entry[name] for name in entry.files}
+    arrays, packed = make(), io.BytesIO()
+    np.savez(packed, allow_pickle=False, **arrays)
+    with suppress(OSError, ArtifactError):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(path, [packed.getvalue()])
+    return arrays
+
+
+def read_rows(file: TableFile, variant: str, cache_to: Path) -> Rows:
     kind = KINDS[file.op]
-    key = key_of([file.path], "rows", file.op, variant)
-    arrays = store.find_or_make(key, lambda: _read(file, kind, variant))
+    arrays = cached(cache_to, [file.path], ("rows", file.op, variant), lambda: _read(file, kind, variant))
     us = arrays["us"]
     if not us.size:
         raise Absent
@@ -345,12 +346,3 @@ def files_of(root: Path, gpu_name: str, op: OpClass) -> tuple[TableFile, ...]:
 
 def _version_key(path: Path) -> tuple[int, ...]:
     return tuple(int(x) for x in re.findall(r"\d+", path.parent.name))
-
-
-def key_of(paths: Iterable[Path], *words: str) -> str:
-    digest = hashlib.sha256(repr((READER_VERSION, words)).encode())
-    for path in paths:
-        with suppress(OSError):  # reading reports a deleted file
-            stat = path.stat()
-            digest.update(repr((str(path), stat.st_size, stat.st_mtime_ns)).encode())
-    return digest.hexdigest()[:32]

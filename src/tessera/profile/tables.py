@@ -29,7 +29,7 @@ from tessera.profile import fitted, table_files
 from tessera.profile.counts import OpClass, Work
 from tessera.profile.fitted import Array, Loads
 from tessera.profile.gpus import GPUS, Gpu, gpu
-from tessera.profile.table_files import KINDS, Absent, Arrays, Mask, Rows, TableCache, TableFile, Unusable
+from tessera.profile.table_files import KINDS, Absent, Arrays, Mask, Rows, TableFile, Unusable
 
 if TYPE_CHECKING:
     from scipy.spatial import cKDTree
@@ -130,10 +130,10 @@ class VariantTable:
         return float(np.hypot(self.errors[0], self.spread))
 
 
-def load_source(root: Path, file: TableFile, variant: str, store: TableCache) -> VariantTable:
+def load_source(root: Path, file: TableFile, variant: str, cache_to: Path) -> VariantTable:
     """Raises Unusable with the first reason."""
     spec = gpu(file.gpu)
-    rows = table_files.read_rows(file, variant, store)
+    rows = table_files.read_rows(file, variant, cache_to)
     if len(rows.us) < MIN_ROWS:
         raise Unusable(f"it has {len(rows.us)} rows, fewer than {MIN_ROWS}")
     base, usable, wrong = against_model(rows, spec)
@@ -146,7 +146,7 @@ def load_source(root: Path, file: TableFile, variant: str, store: TableCache) ->
     kept = np.flatnonzero(usable & ~wrong)
     places = KINDS[file.op].places(rows.columns)[kept]
     surface = Surface(places, np.asarray(np.log(rows.us[kept] / base[kept]), dtype=np.float64))
-    errors, spread, ratios = _judged(root, rows, surface, store)
+    errors, spread, ratios = _judged(root, rows, surface, cache_to)
     _check_chip(ratios, spec.chip)
     left_out = rows.num_without_time + int(wrong.sum())
     return VariantTable(file, variant, rows.kernel, surface, errors, spread, left_out)
@@ -165,27 +165,26 @@ def against_model(rows: Rows, spec: Gpu) -> tuple[Array, Mask, Mask]:
     return base, usable, wrong & usable if rows.file.op is OpClass.GROUPED else wrong
 
 
-def _judged(root: Path, rows: Rows, surface: Surface, store: TableCache) -> tuple[Array, float, list[float]]:
+def _judged(root: Path, rows: Rows, surface: Surface, cache_to: Path) -> tuple[Array, float, list[float]]:
     """Errors by distance, spread between stacks, log ratios to other tables of the chip."""
     others = _of_the_same_chip(root, rows.file)
-    key = table_files.key_of(
-        [rows.file.path, *(o.path for o in others)], "verdict", rows.file.op, rows.variant, _fitted()
-    )
+    paths = [rows.file.path, *(other.path for other in others)]
+    words = ("verdict", rows.file.op, rows.variant, _fitted())
 
     def make() -> Arrays:
-        ratios, spreads = _compared(rows, others, store)
+        ratios, spreads = _compared(rows, others, cache_to)
         spread = float(np.median(spreads)) if spreads else fitted.usual_spread(rows.file.op)
         return {"errors": surface.errors(), "spread": np.array([spread]), "ratios": np.array(ratios)}
 
-    arrays = store.find_or_make(key, make)
+    arrays = table_files.cached(cache_to, paths, words, make)
     return arrays["errors"], float(arrays["spread"][0]), [float(r) for r in arrays["ratios"]]
 
 
-def _compared(rows: Rows, others: list[TableFile], store: TableCache) -> tuple[list[float], list[float]]:
+def _compared(rows: Rows, others: list[TableFile], cache_to: Path) -> tuple[list[float], list[float]]:
     ratios, spreads = [], []
     for other in others:
         try:
-            off = log_ratios(rows, table_files.read_rows(other, rows.variant, store))
+            off = log_ratios(rows, table_files.read_rows(other, rows.variant, cache_to))
         except (Absent, Unusable):
             continue
         if off.size < 20:
@@ -261,7 +260,7 @@ class TableChoice:
 @dataclass(eq=False)
 class Tables:
     root: Path
-    store: TableCache
+    cache_to: Path
     # Why no table can be read.
     problem: str = ""
     _choices: dict[tuple[str, OpClass, str], TableChoice] = field(default_factory=dict)
@@ -277,7 +276,7 @@ class Tables:
         rejected: list[tuple[TableFile, str]] = []
         for file in table_files.files_of(self.root, gpu_name, op):
             try:
-                return TableChoice(load_source(self.root, file, variant, self.store), tuple(rejected))
+                return TableChoice(load_source(self.root, file, variant, self.cache_to), tuple(rejected))
             except Absent:
                 continue
             except Unusable as reason:
@@ -345,7 +344,7 @@ def _detail(source: VariantTable, distance: float) -> str:
 @cache
 def installed_tables() -> Tables | None:
     root = table_files.installed_root()
-    return Tables(root, TableCache(cache_folder("tables"))) if root else None
+    return Tables(root, cache_folder("tables")) if root else None
 
 
 def missing_note() -> str:

@@ -13,7 +13,7 @@ from tessera.ir import Cost, Source, Trace
 from tessera.profile import OpClass, Tables, coverage, notes, rejected_tables, works
 from tessera.profile.fitted import Array, price_many
 from tessera.profile.measured import combine
-from tessera.profile.table_files import TableCache, TableFile, Unusable, installed_root, read_rows
+from tessera.profile.table_files import TableFile, Unusable, installed_root, read_rows
 from tessera.profile.tables import installed_tables
 
 pytest.importorskip("pyarrow", reason="tables are Parquet files")
@@ -250,9 +250,7 @@ def test_a_file_that_vanishes_is_unusable_and_no_crash(tmp_path: Path) -> None:
     path.unlink()
 
     with pytest.raises(Unusable, match="it cannot be read"):
-        read_rows(
-            TableFile("a100", OpClass.GEMM, "sglang", "1.0.0", path), "bfloat16", TableCache(tmp_path / "c")
-        )
+        read_rows(TableFile("a100", OpClass.GEMM, "sglang", "1.0.0", path), "bfloat16", tmp_path / "c")
 
 
 def test_a_second_reading_comes_from_the_store(tmp_path: Path) -> None:
