@@ -106,106 +106,93 @@ def measure(
     """
     machine = Machine(timer.identity(), timer.clock_mhz())
     groups, store = distinct(trace, timer.cache_bytes), open_store(machine)
-    return _Session(trace, device, timer, machine, store, groups, advance, enough or until(), only).measure()
+    session = _Session(trace, device, timer, machine, store, advance, enough or until())
+    whole = session.whole() if only is None else None
+    chosen = [g for g in groups if only is None or not only.isdisjoint(g.launches)]
+    todo = {g.launches[0]: g for g in chosen if session.needs_timing(g)}
+    last = max(todo, default=-1)
+    for index in range(last + 1):
+        if index in todo:
+            session.time(todo[index])
+        if index < last:
+            timer.run(index)
+    by_launch = {n: store.row("launch", group.key).timing for group in groups for n in group.launches}
+    failures = [(group.launches, store.row("failed", group.key).why) for group in groups]
+    return Measured(
+        device,
+        machine,
+        timings=tuple(by_launch[index] for index in range(len(trace.launches))),
+        whole=whole,
+        missed=tuple(Missed(x, trace.kernel_of(x[0]).name, why) for x, why in failures if why is not None),
+        num_distinct=len(groups),
+        num_timed=session.num_timed,
+        notes=(*timer.remarks, *session.notes, *session.throttling()),
+    )
 
 
 @dataclass(eq=False)
 class _Session:
-    _trace: Trace
-    _device: Device
-    _timer: Timer
-    _machine: Machine
-    _store: Store
-    _groups: tuple[Distinct, ...]
-    _advance: Advance
-    _enough: Enough
-    _only: frozenset[int] | None
-    _num_timed: int = 0
-    _slow: list[str] = field(default_factory=list)
-    _notes: list[str] = field(default_factory=list)
+    trace: Trace
+    device: Device
+    timer: Timer
+    machine: Machine
+    store: Store
+    advance: Advance
+    enough: Enough
+    num_timed: int = 0
+    slow: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
-    def measure(self) -> Measured:
-        self._notes += self._timer.remarks
-        whole = self._whole() if self._only is None else None
-        todo = {g.launches[0]: g for g in self._groups if self._needs_timing(g)}
-        last = max(todo, default=-1)
-        for index in range(last + 1):
-            if index in todo:
-                self._time(todo[index])
-            if index < last:
-                self._timer.run(index)
-        self._notes += self._throttling()
-        timings, notes = self._timings(), tuple(self._notes)
-        num_distinct, num_timed = len(self._groups), self._num_timed
-        return Measured(
-            self._device, self._machine, timings, whole, self._missed(), num_distinct, num_timed, notes
-        )
-
-    def _needs_timing(self, group: Distinct) -> bool:
-        launch = self._trace.launches[group.launches[0]]
-        starts_none = class_of(self._trace.kernels[launch.kernel]) is OpClass.ALLOCATION
-        outcome = self._store.row("launch", group.key).timing or self._store.row("failed", group.key).why
-        if self._only is not None and self._only.isdisjoint(group.launches):
-            return False
+    def needs_timing(self, group: Distinct) -> bool:
+        launch = self.trace.launches[group.launches[0]]
+        starts_none = class_of(self.trace.kernels[launch.kernel]) is OpClass.ALLOCATION
+        outcome = self.store.row("launch", group.key).timing or self.store.row("failed", group.key).why
         return outcome is None and not starts_none and not is_zero_size(launch)
 
-    def _time(self, group: Distinct) -> None:
+    def time(self, group: Distinct) -> None:
         index = group.launches[0]
-        kernel = self._trace.kernel_of(index).name
-        self._advance(f"{self._device.name}: {kernel}")
+        kernel = self.trace.kernel_of(index).name
+        self.advance(f"{self.device.name}: {kernel}")
         try:
             result = self._steady(index, group)
         except CannotTime as error:
-            self._store.add("failed", group.key, kernel, why=error.message)
+            self.store.add("failed", group.key, kernel, why=error.message)
             return
         except DeviceGone as error:
-            self._store.add("failed", group.key, kernel, why=f"the device was lost here: {error.message}")
+            self.store.add("failed", group.key, kernel, why=f"the device was lost here: {error.message}")
             raise
-        self._store.add("launch", group.key, kernel, timing=result)
-        self._num_timed += 1
+        self.store.add("launch", group.key, kernel, timing=result)
+        self.num_timed += 1
 
     def _steady(self, index: int, group: Distinct) -> Timing:
         """At the clock of the session's start; after RETRIES at any clock, with a note."""
         for _ in range(1 + RETRIES):
-            result = timing(self._timer.time(index, group.cold, self._enough))
-            clock, start = self._timer.clock_mhz(), self._machine.clock_mhz
+            result = timing(self.timer.time(index, group.cold, self.enough))
+            clock, start = self.timer.clock_mhz(), self.machine.clock_mhz
             if clock is None or start is None or clock >= THROTTLED * start:
                 return result
-            slow = f"{index} ({self._trace.kernel_of(index).name}) at {clock:.0f} MHz"
-        self._slow.append(slow)
+            slow = f"{index} ({self.trace.kernel_of(index).name}) at {clock:.0f} MHz"
+        self.slow.append(slow)
         return result
 
-    def _whole(self) -> Timing | None:
-        whole = self._store.row("whole", self._trace.digest).timing
+    def whole(self) -> Timing | None:
+        whole = self.store.row("whole", self.trace.digest).timing
         if whole is None:
-            self._advance(f"{self._device.name}: the whole step")
+            self.advance(f"{self.device.name}: the whole step")
             try:
-                whole = timing(self._timer.whole(self._enough))
-                self._store.add("whole", self._trace.digest, timing=whole)
+                whole = timing(self.timer.whole(self.enough))
+                self.store.add("whole", self.trace.digest, timing=whole)
             except CannotTime as error:
-                self._notes.append(f"{self._device.name}: the whole step was not measured: {error.message}")
+                self.notes.append(f"{self.device.name}: the whole step was not measured: {error.message}")
         return whole
 
-    def _timings(self) -> tuple[Timing | None, ...]:
-        by_launch = {
-            n: self._store.row("launch", group.key).timing for group in self._groups for n in group.launches
-        }
-        return tuple(by_launch[index] for index in range(len(self._trace.launches)))
-
-    def _missed(self) -> tuple[Missed, ...]:
-        return tuple(
-            Missed(group.launches, self._trace.kernel_of(group.launches[0]).name, why)
-            for group in self._groups
-            if (why := self._store.row("failed", group.key).why) is not None
-        )
-
-    def _throttling(self) -> tuple[str, ...]:
-        if not self._slow:
+    def throttling(self) -> tuple[str, ...]:
+        if not self.slow:
             return ()
-        start = self._machine.clock_mhz or 0.0
-        more = f" and {len(self._slow) - 5} more" if len(self._slow) > 5 else ""
-        named = ", ".join(self._slow[:5]) + more
-        return (f"{self._device.name} throttles or is busy: it began at {start:.0f} MHz, and timed {named}",)
+        start = self.machine.clock_mhz or 0.0
+        more = f" and {len(self.slow) - 5} more" if len(self.slow) > 5 else ""
+        named = ", ".join(self.slow[:5]) + more
+        return (f"{self.device.name} throttles or is busy: it began at {start:.0f} MHz, and timed {named}",)
 
 
 @dataclass(frozen=True, slots=True)

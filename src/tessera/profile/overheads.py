@@ -207,7 +207,7 @@ def joined_dims(views: Sequence[View], out: View) -> tuple[list[int], list[list[
 
 def _broadcast(view: View, rank: int) -> list[int]:
     steps = [0 if n == 1 else s for n, s in zip(view.shape, view.stride, strict=True)]
-    return ([0] * (rank - len(steps)) + steps)[len(steps) - rank if len(steps) > rank else 0 :]
+    return ([0] * rank + steps)[len(steps) :]
 
 
 def is_dense(view: View) -> bool:
