@@ -96,11 +96,6 @@ class PlannedLoad:
     memory_share: MemoryShareOption = ir.MEMORY_SHARE
 
     def target(self, model: str) -> ModelLoad:
-        frequencies: dict[str, list[float]] = {}
-        if self.expert_frequencies is not None:
-            from tessera.planning import read_frequencies
-
-            frequencies = read_frequencies(self.expert_frequencies)
         return ModelLoad(
             model,
             ir.Load(self.prompt_tokens, self.output_tokens, tpot_ms=self.tpot_ms, ttft_ms=self.ttft_ms),
@@ -109,10 +104,18 @@ class PlannedLoad:
             memory_share=self.memory_share,
             objective=self.objective,
             random_weights=self.random_weights,
-            frequencies=frequencies,
+            frequencies=frequencies_of(self.expert_frequencies),
             batch=self.batch,
             microbatches=self.microbatches,
         )
+
+
+def frequencies_of(path: Path | None) -> dict[str, list[float]]:
+    if path is None:
+        return {}
+    from tessera.planning import read_frequencies
+
+    return read_frequencies(path)
 
 
 class PolicyFigures(Record, frozen=True):

@@ -17,7 +17,7 @@ import typer
 from tessera.cli.capture import RandomWeights
 from tessera.cli.output import FILE, PER_TOKEN, TO_FIRST, excludes, finite, limit_ms, needs, option
 from tessera.cli.plan import LinkOption, MemoryOption
-from tessera.cli.plan_model import EffortOption, FrequenciesOption, MemoryShareOption
+from tessera.cli.plan_model import EffortOption, FrequenciesOption, MemoryShareOption, frequencies_of
 from tessera.cli.remote import MeetingOptions
 from tessera.cli.run import TransportOption
 from tessera.errors import TesseraError, extra_module
@@ -215,7 +215,7 @@ class ServeConfig(MeetingOptions):
         from tessera.serve.policies import check_policy
         from tessera.serve.records import ServeSpec, sizes_for
 
-        usual = sizes_for(cluster)
+        usual, frequencies = sizes_for(cluster), sorted(frequencies_of(self.expert_frequencies).items())
         spec = ServeSpec(
             self.microbatches or usual[0],
             self.seqs or usual[1],
@@ -226,21 +226,13 @@ class ServeConfig(MeetingOptions):
             random_weights=self.random_weights,
             effort=self.effort,
             adapters=_adapters(self.lora or []),
-            expert_frequencies=_frequencies(self.expert_frequencies),
+            expert_frequencies=tuple((module, tuple(often)) for module, often in frequencies),
         )
         if not (self.prompt_tokens and self.output_tokens):
             return spec
         load = Load(self.prompt_tokens, self.output_tokens, tpot_ms=self.tpot_ms, ttft_ms=self.ttft_ms)
         is_free = self.microbatches is self.seqs is self.max_batch_tokens is None
         return replace(spec, load=load, is_for_load=is_free)
-
-
-def _frequencies(path: Path | None) -> tuple[tuple[str, tuple[float, ...]], ...]:
-    if path is None:
-        return ()
-    from tessera.planning import read_frequencies
-
-    return tuple((module, tuple(often)) for module, often in sorted(read_frequencies(path).items()))
 
 
 def _adapters(words: list[str]) -> tuple[tuple[str, str], ...]:
