@@ -47,7 +47,6 @@ DEFAULT_LOAD = Load(prompt_tokens=1024, output_tokens=256)
 MAX_AT_ONCE = 256
 
 
-
 def plan(
     model: str,
     devices: str,
