@@ -217,7 +217,7 @@ def measure_links(devices: Sequence[Device], path: Path, transport: str) -> tupl
 
 def store_at(path: Path | None, any_clock: bool = False) -> partial[Store]:
     """A default store that cannot be used is left out, with a warning."""
-    warn = None if path else cache(lambda what: say(f"warning: {what}; it is left out"))
+    warn = None if path else cache(lambda what: say(f"warning: {what}; it is done without"))
     return partial(Store, path or default_store(), any_clock=any_clock, warn=warn)
 
 
