@@ -15,7 +15,7 @@ from tessera.execute.offline import run_offline
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import UnitRequest, make_plan, make_unit, price, run_reference
 from tessera.ir import Objective, Trace
-from tessera.plan import explain
+from tessera.plan import PlanConfig, explain
 from tessera.profile import make_cluster, parse_devices
 
 try:
@@ -73,9 +73,9 @@ def main() -> None:
 
     cluster = make_cluster(parse_devices("emu:h20,emu:l40s"), "pcie4")
     costs = price(unit, cluster)
-    print(explain(make_plan(unit, costs, cluster, Objective.THROUGHPUT, microbatches=4)).verdict)
+    print(explain(make_plan(unit, costs, cluster, PlanConfig(Objective.THROUGHPUT, 4))).verdict)
 
-    divided = make_plan(unit, costs, cluster, Objective.THROUGHPUT, 1, policy="layer-pipeline")
+    divided = make_plan(unit, costs, cluster, PlanConfig(Objective.THROUGHPUT, 1, "layer-pipeline"))
     request = UnitRequest([step], step.make_inputs(0), seed=0)
     with WorkerStepper([divided], step.weights()) as stepper:
         (result,) = run_offline(stepper, [request]).results

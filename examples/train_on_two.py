@@ -19,6 +19,7 @@ from tessera.capture.function import workload
 from tessera.execute.offline import run_offline
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Objective
+from tessera.plan import PlanConfig
 from tessera.profile import make_cluster, parse_devices
 
 STEPS, WIDTH, BATCH = 5, 256, 32
@@ -61,7 +62,8 @@ def main() -> None:
     step = workload(train, *data[0])
     unit = flow.make_unit([record(step)], [STEPS])
     cluster = make_cluster(parse_devices("emu:a100,emu:l40s"), "pcie4")
-    plan = flow.make_plan(unit, flow.price(unit, cluster), cluster, Objective.LATENCY, 1, "layer-pipeline")
+    config = PlanConfig(Objective.LATENCY, 1, "layer-pipeline")
+    plan = flow.make_plan(unit, flow.price(unit, cluster), cluster, config)
     placed = plan.lanes[0].placement.devices[0]
     print(f"{placed.count(0)} launches on {cluster.devices[0].name}, {placed.count(1)} on the other")
 

@@ -15,7 +15,7 @@ from tessera.execute.offline import run_offline
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import make_plan, make_unit, price, requests_of, run_reference
 from tessera.ir import Cluster, Load, Objective, Step
-from tessera.plan import QUICK
+from tessera.plan import QUICK, PlanConfig
 from tessera.plan.service import compared
 from tessera.planning import ServedSteps, make_service_plan
 from tessera.profile import make_cluster, parse_devices
@@ -37,7 +37,8 @@ def is_it_worth_it(cluster: Cluster) -> None:
 def does_it_work(cluster: Cluster) -> bool:
     """Four decodes of a small model, attention on one worker and the rest on the other."""
     unit = make_unit([record_step(Step("tiny-llama", "decode", batch=8, context=64))])
-    plan = make_plan(unit, price(unit, cluster), cluster, Objective.THROUGHPUT, 2, policy="attention-ffn")
+    config = PlanConfig(Objective.THROUGHPUT, 2, "attention-ffn")
+    plan = make_plan(unit, price(unit, cluster), cluster, config)
     asked = requests_of(plan, 4)
     with WorkerStepper([plan], asked.weights, transport="host") as stepper:
         results = run_offline(stepper, asked.work).results
