@@ -151,8 +151,10 @@ def _header_problem(header: Header | None, body: bytes, kind: str) -> str:
         return f"this is a {header.tessera} file; {expected}"
     if header.version != FORMAT_VERSION:
         return f"written in format {header.version}; this Tessera reads format {FORMAT_VERSION}"
-    if header.bytes != len(body):
+    if len(body) < header.bytes:
         return f"truncated: {len(body)} of {header.bytes} bytes"
+    if len(body) > header.bytes:
+        return f"bytes were added: {len(body)} in place of {header.bytes}"
     if header.sha256 != hashlib.sha256(body).hexdigest():
         return "corrupted: its contents do not match its checksum"
     return ""

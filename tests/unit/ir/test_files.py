@@ -72,6 +72,13 @@ def test_a_truncated_file_is_said_to_be_truncated(trace_file: Path) -> None:
         load(Trace, trace_file)
 
 
+def test_bytes_at_the_end_of_a_file_are_said_to_be_added(trace_file: Path) -> None:
+    trace_file.write_bytes(trace_file.read_bytes() + b"x")
+
+    with pytest.raises(ArtifactError, match=r"chain\.trace: bytes were added.*tessera capture"):
+        load(Trace, trace_file)
+
+
 def test_a_changed_byte_is_found(trace_file: Path) -> None:
     """A file whose body was altered does not load."""
     raw = bytearray(trace_file.read_bytes())
