@@ -46,16 +46,24 @@ class Launcher:
 
     def _run_operator(self, index: int, launch: Launch, memory: Memory) -> None:
         args, kwargs = self._arguments(launch, memory)
-        result = find_operator(self._trace.kernel_of(index).name)(*args, **kwargs)
+        result = self._operator(index, launch)(*args, **kwargs)
         results = result if isinstance(result, tuple | list) else (result,)
         for place, view in _results_to_keep(launch):
             self._check(index, results[place], view)
             memory.put(view.buffer, results[place].untyped_storage())
 
+    def _operator(self, index: int, launch: Launch) -> Any:
+        operator = find_operator(self._trace.kernel_of(index).name)
+        # It returns what its backward reads only while gradients are on.
+        is_training = operator is torch.ops.aten.mkldnn_rnn_layer.default and launch.outputs[-1] is not None
+        return torch.enable_grad()(operator) if is_training else operator
+
     def _bind(self, index: int, launch: Launch, memory: Memory) -> Callable[[], None]:
         name = self._trace.kernel_of(index).name
         keep = [(place, tensor_of(memory.get(view.buffer), view)) for place, view in _results_to_keep(launch)]
-        return bind(find_operator(name), *self._arguments(launch, memory), keep, f"launch {index} ({name})")
+        return bind(
+            self._operator(index, launch), *self._arguments(launch, memory), keep, f"launch {index} ({name})"
+        )
 
     def _run_kernel(self, index: int, launch: Launch, memory: Memory) -> None:
         kernel = self._trace.kernel_of(index)

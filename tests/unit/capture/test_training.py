@@ -11,7 +11,7 @@ from tessera.analyze import build_graph
 from tessera.capture import record
 from tessera.capture.function import workload
 from tessera.errors import CaptureError
-from tessera.execute.reference import Replay
+from tessera.execute.reference import InOrder, Replay
 from tessera.ir import BufferKind, Trace
 
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -175,3 +175,27 @@ def test_a_schedule_inside_the_step_is_refused() -> None:
 
     with pytest.raises(CaptureError, match=r"test_training\.py:\d+: .*optimizer\.lr' from 0\.\d+ to"):
         tessera.capture(scheduled, x, y)
+
+
+def test_a_recurrent_layer_keeps_what_its_backward_reads() -> None:
+    """oneDNN keeps it only while gradients are on, as they are not where launches run."""
+    torch.manual_seed(0)
+    layer = torch.nn.LSTM(6, 5, batch_first=True)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, fused=True)
+
+    def train(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = layer(x)[0].pow(2).sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    x = torch.randn(2, 4, 6)
+    train(x)
+    step = workload(train, x)
+    given = step.function.bind((x,), {})
+    states = [{name: tensor.clone() for name, tensor in given.state.items()} for _ in range(2)]
+    step.run(dict(given.inputs), states[0])
+    InOrder([record(step)], step.weights(), torch.device("cpu"))(0, given.inputs, states[1])
+
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
