@@ -88,6 +88,7 @@ def test_llm_refuses_in_one_line(llm: tessera.LLM) -> None:
         ({"tpot_ms": 5.0}, "--tpot-ms: needs --output-tokens"),
         ({"memory": "cpu"}, "--memory: it must be DEVICE=SIZE, got 'cpu'"),
         ({"plan": "/nope.plan"}, r"--plan.*'/nope.plan' does not exist"),
+        ({"rendezvous": "127.0.0.1:1", "rank": 1}, "--rank: only rank 0 answers requests"),
     ],
 )
 def test_options_of_a_service_are_checked_as_on_the_command_line(

@@ -214,6 +214,10 @@ def test_missing_extra_names_the_line_to_install(
         (("--memory-share", "1.5"), "Invalid value for '--memory-share'"),
         (("--policy", "fastest"), "unknown policy 'fastest'; known: attention-ffn, auto"),
         (("--plan", __file__, "--seqs", "4"), "--seqs: is in the plan"),
+        (
+            ("--output-tokens", "9", "--plan", __file__),
+            "--output-tokens: is in the plan",
+        ),
         (("--api-key", "short"), "--api-key: a key needs"),
         (("--devices", "emu:nothing"), "nothing"),
         (("--drain", "-1"), "--drain"),

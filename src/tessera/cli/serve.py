@@ -17,9 +17,9 @@ import msgspec
 import typer
 
 from tessera.cli.output import HIDDEN, Record, progress, say
-from tessera.cli.remote import Meeting, gathered, work
+from tessera.cli.remote import gathered, work
 from tessera.cli.serve_options import ServeConfig, log_line, logging_by
-from tessera.errors import MissingExtra
+from tessera.errors import MissingExtra, TesseraError
 from tessera.profile import cap_memory, wire
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def serve(
         work(meeting, make=LocalModel(model, may_import=True))
         return
     sys.setswitchinterval(SWITCH_S)
-    with _stoppable(), logging_by(options), listening(model, options, meeting) as listener:
+    with _stoppable(), logging_by(options), listening(model, options) as listener:
         gc.collect()
         gc.freeze()  # a full collection would stop everything for 0.2 s
         for _ in listener.server.serving(listener.bound):
@@ -102,7 +102,7 @@ class Listening:
 
 
 @contextmanager
-def listening(model: str, config: ServeConfig, meeting: Meeting | None = None) -> Iterator[Listening]:
+def listening(model: str, config: ServeConfig) -> Iterator[Listening]:
     for module in ("fastapi", "uvicorn", "prometheus_client"):
         if find_spec(module) is None:
             raise MissingExtra(module, "serve")
@@ -111,6 +111,9 @@ def listening(model: str, config: ServeConfig, meeting: Meeting | None = None) -
     from tessera.serve.server import HttpServer, allowed_connections, bind, is_loopback
 
     config.check()
+    meeting = config.meeting
+    if meeting is not None and meeting.rank > 0:
+        raise TesseraError("only rank 0 answers requests", "Start this one by `tessera serve`.", "--rank")
     with bind(config.host, config.port) as bound, ExitStack() as stack:
         if not config.api_key and not is_loopback(config.host):
             say(

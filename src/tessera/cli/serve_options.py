@@ -200,6 +200,8 @@ class ServeConfig(MeetingOptions):
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             message = f"--root-path must begin with / and not end with it, got {self.root_path!r}"
             raise TesseraError(message, "Write /llm.")
+        if self.plan is not None and self.output_tokens is not None:
+            raise TesseraError("is in the plan", "Leave it out, or see --help.", "--output-tokens")
         check_name(self.transport)
         check_policy(self.policy)
         read_keys(self.api_key or ())
