@@ -130,7 +130,7 @@ def test_wrong_prompts_are_refused_with_their_place(llm: tessera.LLM) -> None:
     with pytest.raises(TesseraError, match="prompts: must be a list, got NoneType"):
         llm.generate(None)  # type: ignore[arg-type]
     with pytest.raises(TesseraError, match=r"prompts: .* Put the tokens of one prompt into a list"):
-        llm.generate([1, 2])  # type: ignore[list-item]
+        llm.generate([1, 2])  # type: ignore[arg-type]
     with pytest.raises(TesseraError, match="params: must be SamplingParams, got dict"):
         llm.generate("a", {"max_tokens": 1})  # type: ignore[arg-type]
     with pytest.raises(TesseraError, match="cannot be written as JSON"):

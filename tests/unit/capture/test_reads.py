@@ -145,7 +145,7 @@ def test_values_that_are_only_checked_are_not_read() -> None:
     """A number of classes that is given, and parameters of a distribution; whatever is imported."""
 
     def fn(x: torch.Tensor) -> torch.Tensor:
-        spread = torch.distributions.Normal(x, x.abs() + 1).log_prob(x)
+        spread: torch.Tensor = torch.distributions.Normal(x, x.abs() + 1).log_prob(x)
         return torch.nn.functional.one_hot(x.abs().long(), 7).sum(0) + spread[:7]
 
     step = workload(fn, X)

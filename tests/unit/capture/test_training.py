@@ -185,7 +185,7 @@ def test_a_recurrent_layer_keeps_what_its_backward_reads() -> None:
 
     def train(x: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
-        loss = layer(x)[0].pow(2).sum()
+        loss: torch.Tensor = layer(x)[0].pow(2).sum()
         loss.backward()
         optimizer.step()
         return loss.detach()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tessera.execute import links
-from tessera.execute.links import Links
+from tessera.execute.links import Links, PageNews
 from tessera.execute.mailbox import Mailbox, PeerConnection
 from tessera.execute.messages import Cancel, LinkFrame, LinkOpen, PeerLost, Setup
 from tessera.ir import Cluster, Program, Transfer
@@ -30,8 +30,9 @@ class Ear:
         """In order."""
         self.got.append((peer, frame, bytes(contents)))
 
-    def gone(self, gone: PeerLost) -> None:
+    def gone(self, gone: PeerLost | PageNews) -> None:
         """With the reason."""
+        assert isinstance(gone, PeerLost)
         self.lost.append((gone.device, gone.message))
 
 
