@@ -44,7 +44,7 @@ from tessera.serve.step_inputs import (
     skipped_outputs,
 )
 
-# Keys that rows of one sequence read, beside those of its last row, in a step with a row for each token.
+# Most keys that are read once more, by further rows of one sequence in a step with a row for each token.
 MAX_READ_AGAIN = 1 << 15
 # Sequences that must take part in a step planned ahead, for each one that waits.
 LEAST_AHEAD = 3
@@ -443,14 +443,14 @@ class SequenceBatch:
 
     def _size_of(self, planned: list[Part]) -> int:
         num, sizes = sum(part.num_tokens for part in planned), self._shape.sizes
-        if num > len(planned) and not self._has_rows_for(planned, num):
+        if num > len(planned) and not self._fits_rows(planned, num):
             sizes = self._part_sizes
         elif not self._shape.is_flat:
             num = 1 + max(part.sequence.row for part in planned)
         return next(size for size in sizes if size >= num)
 
-    def _has_rows_for(self, planned: list[Part], num_tokens: int) -> bool:
-        """True if every token has a row: short parts are cheaper so than in a larger step."""
+    def _fits_rows(self, planned: list[Part], num_tokens: int) -> bool:
+        """True if every token can have a row: short parts of prompts are cheaper so than in a larger step."""
         if num_tokens > self._shape.rows or not self._shape.is_paged or self._picture_inputs is not None:
             return False
         return sum((n - 1) * (s.read + n) for s, n, _ in planned) <= MAX_READ_AGAIN

@@ -191,8 +191,9 @@ class StepInputs:
         total = int(query_ends[-1])
         positions = np.arange(total) - np.repeat(query_ends - counts - reads, counts)
         at: Any = slice(total)
-        has_row_by_token = size <= self._shape.rows
-        rows: Any = slice(total if has_row_by_token else len(planned))
+        # By row: its last token.
+        last = np.arange(total) if size <= self._shape.rows else query_ends - 1
+        rows: Any = slice(len(last))
         sequence_rows = np.array([part.sequence.row for part in planned])
         if not self._shape.is_flat:
             at = rows = sequence_rows
@@ -201,12 +202,11 @@ class StepInputs:
             self._fresh[rows] = reads == 0
         else:
             self._rows[: len(planned)] = np.where(reads == 0, -1 - sequence_rows, sequence_rows)
-            num_rows = rows.stop
-            self._query_starts[1 : num_rows + 1] = range(1, total + 1) if has_row_by_token else query_ends
-            self._query_starts[num_rows + 1 :] = total
+            self._query_starts[1 : len(last) + 1] = last + 1
+            self._query_starts[len(last) + 1 :] = total
         adapters = np.repeat([part.sequence.request.ask.adapter for part in planned], counts)
         by_token = {"tokens": tokens, "positions": positions, "adapters": adapters}
-        by_row, num_entries = {"lengths": positions + 1 if has_row_by_token else reads + counts}, 0
+        by_row, num_entries = {"lengths": positions[last] + 1}, 0
         for group in range(len(self._shape.windows)):
             tables = [part.sequence.tables[group] for part in planned]
             behind, after = np.array([(table.num_behind, table.num_pages) for table in tables]).T
@@ -215,7 +215,7 @@ class StepInputs:
             num_entries = int(ends[-1])
             # Where the sequence's first page would stand.
             starts = np.repeat(ends - after, counts)
-            by_row[of_group("page_starts", group)] = starts if has_row_by_token else ends - after
+            by_row[of_group("page_starts", group)] = starts[last]
             pages = self._pages[starts + positions // PAGE].astype(np.int64)
             by_token[of_group("slots", group)] = pages * PAGE + positions % PAGE
         for name, values in by_token.items():

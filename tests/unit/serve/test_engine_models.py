@@ -99,6 +99,25 @@ def test_greedy_is_the_same_with_few_pages_and_shared_beginnings(model: ServedMo
     assert (snapshot.prefix_hits > 0) == few.shape.is_paged
 
 
+@pytest.mark.parametrize("model", NAMES[:2], indirect=True)
+def test_short_prompts_in_steps_of_answers_are_continued_as_by_generate(
+    model: ServedModel, reference: Any
+) -> None:
+    """Of 16 rows, some are tokens of one prompt, behind a window too."""
+    wide = served(model.model, ServeSpec(microbatches=1, rows=16, capacity=64, max_batch_tokens=32))
+    rng = random.Random(6)
+    prompts = [tuple(rng.randrange(256) for _ in range(length)) for length in (3, 5, 14, 34, 37)]
+    asks = [Ask(prompt, 12, GREEDY, ignores_end=True) for prompt in prompts]
+    with (
+        own_code(wide, num_threads=1) as stepper,
+        Service(stepper, policies_of(stepper, wide.shape), wide.shape, ByteText()) as service,
+    ):
+        alone = [wait_for(read(service, ask)).numbers for ask in asks]
+        together = [told.numbers for told in wait_for(read_all(service, asks))]
+
+    assert [generated(reference, ask) for ask in asks] == alone == together
+
+
 @pytest.mark.parametrize("model", some_of(NAMES, ["tiny-mamba"]), indirect=True)
 def test_a_seed_gives_the_same_answer_alone_and_in_a_crowd(service: Service) -> None:
     """With temperature, top-p and logprobs."""
