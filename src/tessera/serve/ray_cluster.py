@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # Start a cluster on this machine, or join a running one.
 LOCAL, RUNNING = "local", "auto"
+# Ray gives workers a low priority (nice 15): they would wait for all else on the machine.
+OWN_CLUSTER: dict[str, Any] = {"include_dashboard": False, "_system_config": {"worker_niceness": 0}}
 # Ray's prefix of GPU types, and the amount a bundle requests.
 ACCELERATOR, A_LITTLE = "accelerator_type:", 0.001
 ANSWER_S = 2.0
@@ -47,7 +49,7 @@ def joined(address: str) -> Iterator[str]:
         raise TesseraError(message, "Run this command on a node of the cluster, with --ray auto.", "--ray")
     was_there = ray.is_initialized()
     if not was_there:
-        options = {"include_dashboard": False} if address == LOCAL else {}
+        options = OWN_CLUSTER if address == LOCAL else {}
         try:
             ray.init(address, log_to_driver=False, logging_level="error", **options)
         except (ConnectionError, RuntimeError, ValueError) as error:

@@ -25,7 +25,11 @@ SMALL: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "incl
 HEAD: dict[str, Any] = {
     "include_dashboard": False,
     "no_monitor": True,
-    "_system_config": {"health_check_initial_delay_ms": 0, "health_check_period_ms": 200},
+    "_system_config": {
+        "health_check_initial_delay_ms": 0,
+        "health_check_period_ms": 200,
+        "worker_niceness": 0,  # as in a cluster that Tessera starts
+    },
 }
 # Three nodes as Ray describes them.
 NODES: list[dict[str, float]] = [
