@@ -13,6 +13,7 @@ from tessera.cli.output import HIDDEN, Record, print_record, shown
 from tessera.cli.plan_model import PolicyFigures
 from tessera.cli.render import fields_of, label, number, render
 from tessera.errors import TesseraError
+from tessera.plan.explain import KernelUse
 from tessera.plan.fluid import POLICIES
 
 NAMES = ("data-parallel", "attention-ffn", "tensor-parallel")
@@ -87,6 +88,12 @@ class Policies(Record, frozen=True):
     baselines: dict[str, PolicyFigures]
 
 
+class Kernels(Record, frozen=True):
+    """The kernels of a plan."""
+
+    kernels: tuple[KernelUse, ...]
+
+
 def test_seven_policies_are_a_table_in_pieces() -> None:
     """Not one block for each; every name is whole and in each piece."""
     made = PolicyFigures(
@@ -98,6 +105,21 @@ def test_seven_policies_are_a_table_in_pieces() -> None:
     assert max(len(line.rstrip()) for line in lines) <= 80
     assert all(2 == sum(line.startswith(f"{name} ") for line in lines) for name in POLICIES)
     assert {"tokens/s", "320,", "1,232"} <= {word for line in lines for word in line.split()}
+
+
+def test_long_names_are_one_table() -> None:
+    """Two long columns are folded side by side; a row stays one row, with its time under a readable head."""
+    uses = tuple(
+        KernelUse(
+            "aten._scaled_dot_product_flash_attention.default", f"model.layers.*.{name}", 4, (82.5,), (1.0,)
+        )
+        for name in ("self_attn.attention_of_tokens", "cross_attn.attention_of_images")
+    )
+    lines = text(Kernels(kernels=uses)).splitlines()
+
+    assert max(len(line.rstrip()) for line in lines) <= 80
+    assert ["kernel", "scope", "runs", "time", "share"] == lines[1].split()
+    assert 2 == sum(line.rstrip().endswith("4  82.5 us  100 %") for line in lines)
 
 
 @pytest.mark.parametrize(

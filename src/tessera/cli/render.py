@@ -11,8 +11,9 @@ Fields of a frozen dataclass or msgspec struct are printed in order:
 Units come from the end of a field's name (`_us`, `_bytes`, `_per_s`, ...). A field can say more with
 `Annotated[T, HIDDEN]` (only in the JSON) or `Annotated[T, shown("label", "unit")]`.
 
-A table that does not fit the terminal is divided into pieces, each with the first column and as many of the
-others as fit; else long words are broken; else each record is a section. No text is ever cut.
+A table that does not fit the terminal has its long words broken or is divided into pieces, each with the
+first column and as many others as fit, whichever gives fewer pieces; else each record is a section. No text
+is ever cut.
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ PROSE_LENGTH, PROSE_WIDTH = 28, 14
 GAP, MAX_PIECES = 2, 4
 WORDS = {
     "usd": "USD", "ttft": "TTFT", "tpot": "TPOT", "gpu": "GPU", "gpus": "GPUs", "slo": "SLO",
-    "tflops": "TFLOP/s", "gbps": "GB/s", "sms": "SMs",
+    "tflops": "TFLOP/s", "gbps": "GB/s", "sms": "SMs", "us": "time",
 }  # fmt: skip
 # By the last word of a field's name. `LABELLESS` units are no part of the label.
 LABELLESS: dict[str, Callable[[float], str]] = {
@@ -187,23 +188,22 @@ def render_table(
     title: str, records: Sequence[Any], console: Console, names: Sequence[str] | None = None
 ) -> None:
     """One row per record."""
-    heads, rows, rights = [], [], []
+    columns: list[Column] = []
     for field in fields_of(type(records[0])):
         values = [getattr(record, field.name) for record in records]
         cells = [text_of(value, field.unit) for value in values]
         if not field.is_hidden and any(cells):
-            heads.append(field.label)
-            rows.append(cells)
-            rights.append(all(x is None or isinstance(x, int | float) for x in values))
+            is_right = all(x is None or isinstance(x, int | float) for x in values)
+            columns.append((field.label, is_right, cells))
     if names is not None:
-        heads, rows, rights = ["", *heads], [list(names), *rows], [False, *rights]
-    columns = list(zip(heads, rights, rows, strict=True))
+        columns.insert(0, ("", False, names))
     console.print(_title(title))
-    for pieces in (_pieces(columns, console, folds) for folds in (False, True)):
-        if pieces:
-            for number, piece in enumerate(pieces):
-                console.print(*([""] if number else []), piece, sep="\n")
-            return
+    choices = [pieces for folds in (False, True) if (pieces := _pieces(columns, console, folds))]
+    if choices:
+        fewest = min(choices, key=len)
+        for number, piece in enumerate(fewest):
+            console.print(*([""] if number else []), piece, sep="\n")
+        return
     for index in range(len(records)):
         _flush([(head, cells[index]) for head, _, cells in columns], console)
         console.print()
@@ -211,10 +211,10 @@ def render_table(
 
 def _pieces(columns: Sequence[Column], console: Console, folds: bool) -> list[Table]:
     """Empty: too many pieces, or one is too wide."""
-    endless = console.options.update(width=10**6)  # a measure is cut to the width of its options
 
     def fits(piece: Sequence[Column]) -> bool:
-        return console.measure(_table(piece, folds), options=endless).minimum <= console.width
+        widths = (GAP + (column.min_width or 0) for column in _table(piece, folds).columns)
+        return sum(widths) <= console.width + GAP
 
     pieces = [list(columns[:1])]
     for column in columns[1:]:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import permutations
+from typing import Annotated
 
 import numpy as np
 
@@ -29,7 +30,7 @@ SAME = 1e-3
 class Usage:
     # "src -> dst" for a link.
     name: str
-    is_link: bool
+    is_link: Annotated[bool, ir.timeline.HIDDEN]
     busy_us: float
     utilisation: float
 
