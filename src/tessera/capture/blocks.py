@@ -117,6 +117,8 @@ def view_of(tensor: torch.Tensor, part: BlockPart) -> torch.Tensor:
 
 def fill(target: torch.Tensor, values: torch.Tensor) -> None:
     """Copies `values` into `target`, whose elements may share memory."""
+    if not target.numel():
+        return
     dims = list(zip(target.shape, target.stride(), strict=True))
     span = 1 + sum((n - 1) * s for n, s in dims)
     if span >= target.numel() and all(s or n < 2 for n, s in dims):

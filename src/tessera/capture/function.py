@@ -25,7 +25,7 @@ from tessera.capture import blocks, rng
 from tessera.capture.blocks import BlockPart, MemoryBlock
 from tessera.capture.fxgraph import GraphStep
 from tessera.capture.holders import Before, Finder, Held, PyState, PyValue, line_that_changes, root
-from tessera.capture.operators import check_resolved, check_tensor, is_lazy
+from tessera.capture.operators import check_resolved, check_tensor, flat_bytes, is_lazy
 from tessera.capture.own import standing_for
 from tessera.capture.reads import traced
 from tessera.capture.recorder import Watch
@@ -307,7 +307,7 @@ class FunctionCall:
             rng.set_state(name, state[name])
         with torch.no_grad():
             for name, block in self.changed.items():
-                bytes_after = state[name].reshape(-1).view(torch.uint8)
+                bytes_after = flat_bytes(state[name])
                 blocks.raw(arguments.tensors[block.first], block.start, block.stop).copy_(bytes_after)
                 for number, _ in block.parts:
                     if not arguments.tensors[number].is_inference():

@@ -320,11 +320,15 @@ def copies(values: Any) -> Any:
     return tree_map_only(torch.Tensor, copy, values)
 
 
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Row-major. Contiguous tensors of one element may have any stride."""
+    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def have_same_bits(one: Any, other: Any) -> bool:
     if not isinstance(one, torch.Tensor):
         return bool(one == other)
-    flat = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
-    return one.shape == other.shape and torch.equal(*flat)
+    return one.shape == other.shape and torch.equal(flat_bytes(one), flat_bytes(other))
 
 
 def check_declared(func: Any, given: tuple[Any, Any], tried: tuple[Any, Any]) -> None:

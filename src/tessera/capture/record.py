@@ -165,7 +165,7 @@ def first_difference(one: Trace, other: Trace) -> tuple[int, str] | None:
         if names[0] != names[1]:
             return number, f"one call runs {names[0]} where another runs {names[1]}"
         pairs = zip(_values(one, a), _values(other, b), strict=False)
-        differs = next(((x, y) for x, y in pairs if x != y), None)
+        differs = next(((x, y) for x, y in pairs if repr(x) != repr(y)), None)
         if differs is not None:
             return number, f"{names[0]} is given {differs[0]} in one call and {differs[1]} in another"
         if replace(a, kernel=0) != replace(b, kernel=0):

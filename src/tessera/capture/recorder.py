@@ -11,6 +11,7 @@ A launch belongs to the running module's path; a backward launch to its forward'
 numbers.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from contextlib import ExitStack
@@ -126,6 +127,8 @@ class Ledger:
     def arg(self, value: Any, view: Callable[[torch.Tensor], View] | None = None) -> Arg:
         if isinstance(value, torch.Tensor):
             return (view or self.view)(value)
+        if isinstance(value, float) and math.isnan(value):
+            return math.nan  # one object, which equals itself in a comparison of launches
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, tuple | list):

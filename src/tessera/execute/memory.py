@@ -248,8 +248,8 @@ def bytes_of(storage: Storage, start: int, stop: int) -> torch.Tensor:
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Row-major; shares memory if contiguous."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    """Row-major; shares memory if contiguous. Contiguous tensors of one element may have any stride."""
+    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def allocate(size_bytes: int) -> Storage:
@@ -327,7 +327,7 @@ def storage_of(buffer: ir.Buffer, tensors: Mapping[str, torch.Tensor]) -> Storag
     tensor = tensor.detach()
     if buffer.kind is ir.BufferKind.INPUT and tensor.nbytes < buffer.size_bytes and tensor.is_contiguous():
         padded = torch.zeros(buffer.size_bytes, dtype=torch.uint8, device=tensor.device)
-        padded[: tensor.nbytes] = tensor.reshape(-1).view(torch.uint8)
+        padded[: tensor.nbytes] = flat_bytes(tensor)
         return padded.untyped_storage()
     storage: Storage = tensor.untyped_storage()
     if storage.nbytes() != buffer.size_bytes:

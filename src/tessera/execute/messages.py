@@ -69,8 +69,8 @@ def _check_dtype(name: str) -> None:
 
 def pack(tensor: torch.Tensor) -> PackedTensor:
     is_known = not tensor.is_floating_point() or tensor.element_size() > 2  # to NumPy, in half the time
-    values = tensor if is_known else tensor.detach().reshape(-1).view(torch.uint8)
-    flat = values.numpy(force=True).reshape(-1).view(np.uint8)
+    values = tensor if is_known else flat_bytes(tensor)
+    flat = np.ascontiguousarray(values.numpy(force=True)).reshape(-1).view(np.uint8)
     return PackedTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.data)
 
 
@@ -494,8 +494,8 @@ def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = tensor.detach().flatten()
     every = max(1, flat.numel() // FINGERPRINT_VALUES)
-    sample = flat[::every][:FINGERPRINT_VALUES].contiguous().view(torch.uint8)
+    sample = flat_bytes(flat[::every][:FINGERPRINT_VALUES])
     kind = f"{tensor.dtype} {list(tensor.shape)} ".encode()
     return hashlib.sha256(kind + sample.cpu().numpy().tobytes()).hexdigest()

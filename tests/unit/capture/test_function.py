@@ -365,3 +365,14 @@ def test_tied_weights_are_one_buffer() -> None:
     assert ["0.weight", "0.bias", "1.bias"] == by_kind(
         tessera.capture(module, torch.ones(2, 4)), BufferKind.WEIGHT
     )
+
+
+@pytest.mark.parametrize(
+    "fn", [lambda x: torch.linalg.cholesky(x.new_zeros(2, 0, 0)), lambda x: torch.where(x > 0, torch.nan, x)]
+)
+def test_results_without_elements_and_nan_are_recorded(fn: Any) -> None:
+    """Strides of no elements say nothing; a NaN is the same number in every call."""
+    x = torch.randn(3, 3)
+
+    torch.testing.assert_close(rerun(workload(fn, x), x), fn(x), rtol=0, atol=0, equal_nan=True)
+    tessera.capture(fn, x)

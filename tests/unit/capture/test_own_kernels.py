@@ -15,6 +15,7 @@ from factories import make_cluster, make_plan
 from own_kernels_model import AXPY, Mixed, double, gate
 from tessera.analyze import build_graph
 from tessera.capture import Workload, build, record_step
+from tessera.capture.own import unchanged
 from tessera.cli import _main
 from tessera.errors import CaptureError
 from tessera.execute.offline import run_offline
@@ -226,3 +227,15 @@ def test_a_kernel_without_a_proof_stays_where_it_is() -> None:
     assert [(32, True, True)] * 2 == [
         (a.region.num_bytes, a.read, a.write) for a in found.launches[0].accesses
     ]
+
+
+def test_a_weight_that_an_unproved_kernel_writes_is_noticed_by_its_bits() -> None:
+    """NaN equals itself, and memory around a view counts."""
+    whole = torch.full((8,), torch.nan)
+    check = unchanged("scale", [whole[:4]])
+    assert check is not None
+
+    check()
+    whole[6] = 1
+    with pytest.raises(CaptureError, match="kernel scale writes a weight"):
+        check()

@@ -44,6 +44,7 @@ from tessera.execute.messages import (
     WorkerReady,
     decode,
     encode,
+    fingerprint,
     pack,
     unpack,
 )
@@ -234,3 +235,13 @@ def test_programs_survive_the_way() -> None:
     assert isinstance(broken, LoadLanes)
     with pytest.raises(TesseraError):
         broken.verify()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensors_of_any_strides_are_packed(dtype: torch.dtype) -> None:
+    """A column, one element of it, none, and elements that share memory."""
+    whole = torch.arange(8.0).reshape(2, 4).to(dtype)
+
+    for tensor in (whole[:, 1], whole[:1, 1], whole[:0, 1], whole[:, :1].expand(2, 3), whole.t()):
+        assert torch.equal(tensor, unpack(pack(tensor)))
+        assert fingerprint(tensor) == fingerprint(tensor.clone(memory_format=torch.contiguous_format))
