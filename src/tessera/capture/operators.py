@@ -21,8 +21,9 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from tessera.capture.blocks import raw
 from tessera.errors import CaptureError
@@ -48,6 +49,10 @@ DECIDERS = {
     "aten::_pack_padded_sequence": ("lengths",),
     "aten::_ctc_loss": ("targets", "input_lengths", "target_lengths"),
 }
+VALUES_ONLY = frozenset(
+    ("linalg_svdvals", "linalg_eigvalsh", "linalg_cond", "linalg_norm", "linalg_matrix_norm",
+     "linalg_matrix_rank", "norm", "nuclear_norm")
+)  # fmt: skip
 BATCHED = "Keep the decision on the device (for experts: the grouped or batched path)"
 _ON_DEVICE = "Make the optimiser with fused=True, or on a GPU with capturable=True."
 _SIZED = (
@@ -78,7 +83,11 @@ def _item(arg: Arg, place: int) -> Arg:
 
 def view_of(tensor: torch.Tensor, buffer: int) -> View:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return View(buffer, dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+    shape, stride, offset = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
+    if not is_lazy(tensor):
+        return View(buffer, dtype, shape, stride, offset)
+    flags = ("conj",) * tensor.is_conj() + ("neg",) * tensor.is_neg()
+    return View(buffer, dtype, shape, stride, offset, flags)
 
 
 def byte_region(view: View) -> Region | None:
@@ -139,10 +148,6 @@ def whole_buffers(launch: Launch, buffers: Sequence[Buffer], mutated: Set[int]) 
 
 def is_wrapper(tensor: Any) -> bool:
     return is_traceable_wrapper_subclass(tensor)
-
-
-def has_wrappers(types: Any) -> bool:
-    return any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
 def parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
@@ -252,6 +257,29 @@ def is_users(filename: str) -> bool:
     return is_program(filename) and _PACKAGES not in filename
 
 
+class ValuesOnly(TorchFunctionMode):
+    """Notes calls of `VALUES_ONLY`: where a dispatch mode is on, torch computes their vectors too."""
+
+    is_on = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.is_on = getattr(func, "__name__", "").partition(".")[0] in VALUES_ONLY
+        try:
+            return func(*args, **kwargs or {})
+        finally:
+            self.is_on = False
+
+
+def without_vectors(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Another algorithm of LAPACK, which differs in the last bits. A backward needs vectors."""
+    is_whole = func in (torch.ops.aten._linalg_svd.default, torch.ops.aten._linalg_eigh.default)
+    if not is_whole or (torch.is_grad_enabled() and args[0].requires_grad):
+        return args
+    return args[0], (*args, func._schema.arguments[1].default_value)[1], False
+
+
 def check_operator(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], varies: Callable[[Any], bool]
 ) -> None:
@@ -305,21 +333,6 @@ def check_tensor(tensor: torch.Tensor, name: str = "a value") -> None:
         fail(f"{name} is a {what} tensor", "Use dense, unquantized tensors: .to_dense(), .dequantize().")
 
 
-def copies(values: Any) -> Any:
-    """Copies of tensors share memory where the tensors do."""
-    storages: dict[int, torch.Tensor] = {}
-
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in storages:
-            storages[storage._cdata] = raw(tensor, 0, storage.nbytes()).clone()
-        memory = storages[storage._cdata].untyped_storage()
-        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return empty.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
-
-    return tree_map_only(torch.Tensor, copy, values)
-
-
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Row-major. Contiguous tensors of one element may have any stride."""
     return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
@@ -365,13 +378,6 @@ def check_resolved(tensor: torch.Tensor, name: str) -> None:
     if is_lazy(tensor):
         what, method = ("conjugated", "resolve_conj") if tensor.is_conj() else ("negated", "resolve_neg")
         fail(f"{name} is {what} by a flag and not in memory", f"Call .{method}() on it.")
-
-
-def check_written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    for argument, value, is_write in arguments(func._schema, args, kwargs):
-        for leaf in tree_leaves(value) if is_write else ():
-            if isinstance(leaf, torch.Tensor):
-                check_resolved(leaf, f"'{argument.name}', which {func} writes,")
 
 
 def explain(func: Any, error: Exception) -> NoReturn:

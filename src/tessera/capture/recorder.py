@@ -11,6 +11,7 @@ A launch belongs to the running module's path; a backward launch to its forward'
 numbers.
 """
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
@@ -31,7 +32,7 @@ from tessera.capture.blocks import raw
 from tessera.capture.fake import run_fake
 from tessera.capture.operators import Recorded, Results, fail
 from tessera.capture.own import OwnLaunch, inside_operator, own_launches, tensors_in, unchanged
-from tessera.capture.reads import reads_refused
+from tessera.capture.reads import reads_allowed, reads_refused
 from tessera.capture.rng import Draws, forked, generator_of, size_of
 from tessera.errors import CaptureError
 from tessera.ir import Access, Arg, Buffer, BufferKind, Kernel, Launch, Origin, Region, Step, Trace, View
@@ -255,7 +256,7 @@ class OperatorMode(TorchDispatchMode):
             return args[0].fake_device
         if func.namespace in ("prim", "profiler"):  # an optimiser marks its steps
             return func(*args, **kwargs or {})
-        if operators.has_wrappers(types):
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
         return self.operate(func, args, kwargs or {})
 
@@ -295,7 +296,7 @@ class Recorder(OperatorMode):
         self._num_views = 0
         self._aliases: Counter[str] = Counter()
         self._varying_kinds, self._varying = varying, set[int]()
-        self._contexts = ExitStack()
+        self._contexts, self._values_only = ExitStack(), operators.ValuesOnly()
         # Constants that the call itself makes of Python values.
         self._made = set[int]()
         self.places: list[str] = []
@@ -304,6 +305,7 @@ class Recorder(OperatorMode):
         self._contexts.enter_context(operators.insisting())
         self._contexts.enter_context(own_launches(self.own_launch))
         self._contexts.enter_context(reads_refused(self.varies))
+        self._contexts.enter_context(self._values_only)
         self._contexts.enter_context(register_module_forward_pre_hook(self._scopes.enter))
         self._contexts.enter_context(register_module_forward_hook(self._scopes.leave, always_call=True))
         return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
@@ -340,10 +342,8 @@ class Recorder(OperatorMode):
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = _tensors((args, kwargs))
-        if not func.is_view and any(map(operators.is_lazy, inputs)):
-            operators.check_written(func, args, kwargs)
-            args, kwargs = tree_map_only(torch.Tensor, self._resolved, (args, kwargs))
-            inputs = _tensors((args, kwargs))
+        if self._values_only.is_on:
+            args = operators.without_vectors(func, args)
         operators.check_operator(func, args, kwargs, self.varies)
         for _, value, is_write in operators.arguments(func._schema, args, kwargs) if self._made else ():
             for tensor in _tensors(value) if is_write else ():
@@ -377,18 +377,11 @@ class Recorder(OperatorMode):
         if buffer in self._made and buffer is not None and self._ledger.buffers[buffer].constant_hex:
             self._add_launch(self._ledger.copy(buffer, tensor))
 
-    def _resolved(self, tensor: torch.Tensor) -> Any:
-        """A launch on bytes that makes the values which a flag stands for."""
-        if tensor.is_neg():
-            return self.operate(torch.ops.aten.neg.default, (torch._neg_view(tensor),), {})
-        if tensor.is_conj():
-            return self.operate(torch.ops.aten._conj_physical.default, (torch._conj(tensor),), {})
-        return tensor
-
     def _execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recorded: Recorded) -> Any:
         if func.namespace in operators.TESTED or self._run is run_fake:
             return run_operator(self._run, func, args, kwargs)
-        tried = operators.copies((args, kwargs))
+        with reads_allowed():  # copies share memory where the arguments do
+            tried = copy.deepcopy(tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs)))
         with forked():
             first = run_operator(self._run, func, *tried)
         operators.check_declared(func, (args, kwargs), tried)

@@ -211,6 +211,8 @@ class View(msgspec.Struct, frozen=True, tag=True):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int = 0
+    # "conj", "neg": values are conjugates or negatives of the bytes; torch only marks the tensor.
+    flags: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def num_elements(self) -> int:

@@ -85,11 +85,7 @@ def default_store() -> Path:
 
 class Store:
     def __init__(
-        self,
-        path: Path,
-        machine: Machine,
-        any_clock: bool = False,
-        warn: Callable[[str], None] | None = None,
+        self, path: Path, machine: Machine, any_clock: bool = False, warn: Callable[[str], None] | None = None
     ) -> None:
         self._path, self._machine = path, machine
         self._warn = warn

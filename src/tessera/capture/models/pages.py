@@ -21,13 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import StaticCache, cache_utils, masking_utils
 
 import tessera.kernels.paged  # noqa: F401 - registers the operator
-from tessera.capture.models.rows import (
-    additive,
-    attention_of,
-    in_place_of,
-    is_sliding,
-    latent_modules,
-)
+from tessera.capture.models.rows import additive, attention_of, in_place_of, is_sliding, latent_modules
 from tessera.kernels import MAX_GROUPS, PAGE
 
 NUM_FIRST_PAGES = 8

@@ -49,12 +49,7 @@ def whole_plan(unit: ir.WorkUnit, cluster: ir.Cluster, device: int) -> ir.Plan:
 
 class UnitOnDevice:
     def __init__(
-        self,
-        unit: ir.WorkUnit,
-        cluster: ir.Cluster,
-        device: int,
-        weights: Tensors,
-        is_profiled: bool = False,
+        self, unit: ir.WorkUnit, cluster: ir.Cluster, device: int, weights: Tensors, is_profiled: bool = False
     ) -> None:
         self.unit, self.device = unit, device
         traces = [g.trace for g in unit.graphs]
