@@ -330,7 +330,9 @@ def _bounded(folder: Path, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def blamed(folder: Path | str, what: str = "a model cannot be built from it") -> Iterator[None]:
+def blamed(
+    folder: Path | str, what: str = "a model cannot be built from it", remedy: str = "Check config.json"
+) -> Iterator[None]:
     try:
         with _quiet_and_offline():
             yield
@@ -340,7 +342,7 @@ def blamed(folder: Path | str, what: str = "a model cannot be built from it") ->
         raise
     except Exception as error:  # untrusted numbers in library code: any error
         message = f"{what}: {type(error).__name__}: {first_line(error)}"
-        remedy = "Check config.json, or write a module:callable that returns a Workload."
+        remedy += ", or write a module:callable that returns a Workload."
         if isinstance(error, ImportError):
             remedy = "Install the package that it names."
         raise CaptureError(message, remedy, str(folder)) from error

@@ -57,11 +57,6 @@ def example_inputs(model: Any, step: Step, seed: int, names: Iterable[str]) -> d
     return inputs
 
 
-def picture_token(config: Any) -> int | None:
-    token = getattr(config, "image_token_id", None)
-    return getattr(config, "image_token_index", None) if token is None else token
-
-
 def call_names(model: Any) -> list[str]:
     parameters = inspect.signature(model.forward).parameters
     named = [p for p in parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -81,13 +76,13 @@ def _ids(config: Any, step: Step, random: torch.Generator) -> torch.Tensor:
 
 
 def _pixels(config: Any, step: Step, random: torch.Generator) -> torch.Tensor:
-    channels = _setting(config, ("num_channels", "in_channels", "in_chans"), 3)
-    height, width = _sides(_setting(config, ("image_size", "input_size"), ANY_SIZE))
+    channels = setting(config, ("num_channels", "in_channels", "in_chans"), 3)
+    height, width = _sides(setting(config, ("image_size", "input_size"), ANY_SIZE))
     return torch.randn((step.batch, channels, height, width), generator=random)
 
 
 def _features(config: Any, step: Step, random: torch.Generator) -> torch.Tensor:
-    bins = _setting(config, ("num_mel_bins", "input_feat_per_channel", "feature_size"), 80)
+    bins = setting(config, ("num_mel_bins", "input_feat_per_channel", "feature_size"), 80)
     frames = getattr(config, "max_source_positions", None)
     if config.model_type == "whisper" or (getattr(config, "num_mel_bins", None) and frames):
         return torch.randn((step.batch, bins, 2 * (frames or step.context)), generator=random)
@@ -107,7 +102,7 @@ def _boxes(config: Any, step: Step, random: torch.Generator) -> torch.Tensor:
     return torch.randint(0, 500, size, generator=random).sort(-1).values
 
 
-def _setting(config: Any, names: Iterable[str], default: Any) -> Any:
+def setting(config: Any, names: Iterable[str], default: Any = None) -> Any:
     parts = [config, *(getattr(config, name, None) for name in PARTS)]
     values = (getattr(part, name, None) for part in parts for name in names)
     return next((value for value in values if value is not None), default)

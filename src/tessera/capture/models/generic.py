@@ -228,11 +228,13 @@ class CachedSteps:
         return encoded
 
     def _count_seen(self) -> int:
-        self._picture = examples.picture_token(self._model.config) if takes(self._model, PIXELS) else None
+        if takes(self._model, PIXELS):
+            self._picture = examples.setting(self._model.config, ("image_token_id", "image_token_index"))
         if self._picture is None:
             return 0
         pixels = placed(self._model, lambda: self._examples(0, PIXELS))
-        with checkpoint.blamed(self._step.model, "its pictures are more than pixels"), isolated(self._model):
+        what, remedy = "its pictures are more than pixels", "Capture --step decode or call, which read text"
+        with checkpoint.blamed(self._step.model, what, remedy), isolated(self._model):
             features = self._model.get_image_features(**pixels)
         embeddings = flatten(getattr(features, "pooler_output", features)).values()
         size = self._config.hidden_size * self._step.batch
