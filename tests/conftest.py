@@ -6,6 +6,7 @@ import importlib.util
 import os
 import ssl
 import sys
+import threading
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -140,6 +141,11 @@ def pytest_configure(config: pytest.Config) -> None:
         num = sampling.examples(100, 30)
         settings.register_profile("tessera", deadline=None, derandomize=not is_whole, max_examples=num)
         settings.load_profile("tessera")
+        if not is_whole:
+            # Nor does it depend on what is imported by then: constants in its source, read in every process.
+            from hypothesis.internal.conjecture import providers
+
+            providers._get_local_constants = lambda: providers._local_constants
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -148,6 +154,7 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     plain = [spec for spec in specs if spec.popen and not spec.python]
     if sys.platform == "linux" and plain:
         python = forked.command(len(plain), config.pluginmanager.hasplugin("_cov"))
+        threading.Thread(target=forked.rewrite_asserts, args=(config,), daemon=True).start()
         for spec in plain:
             spec.python = python
 

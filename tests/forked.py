@@ -15,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 import types
+from pathlib import Path
+from typing import Any
 
 # What most files of tests import, by themselves or through Tessera.
 LIBRARIES = (
@@ -33,6 +35,21 @@ LIBRARIES = (
 )
 OWN = ("tessera.cli.start", "tessera.serve.app", "tessera.compile", "tessera.execute.cuda.worker")
 MAX_CODE = 1 << 16
+
+
+def rewrite_asserts(config: Any) -> None:
+    """pytest's rewritten code of the test files, written once: every process would do it by itself."""
+    with contextlib.suppress(AttributeError, ImportError, OSError, SyntaxError):  # then they do
+        from _pytest.assertion import rewrite
+
+        for argument in config.args:
+            path = Path(argument.partition("::")[0])
+            for file in sorted(path.rglob("test_*.py")) if path.is_dir() else [path]:
+                code = rewrite.get_cache_dir(file) / f"{file.stem}{rewrite.PYC_TAIL}"
+                rewrite.try_makedirs(code.parent)
+                if rewrite._read_pyc(file, code) is None:
+                    source, rewritten = rewrite._rewrite_test(file, config)
+                    rewrite._write_pyc(config.stash[rewrite.assertstate_key], rewritten, source, code)
 
 
 def command(number: int, is_measured: bool) -> str:
