@@ -325,10 +325,6 @@ def _undefined(trace: Trace) -> set[str]:
     return {name for name, view in trace.outputs if view.buffer in unwritten}
 
 
-def _example(node: Any) -> Any:
-    return node.meta.get("example_value") if isinstance(node, torch.fx.Node) else None
-
-
 def _wants_grad(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
@@ -338,11 +334,11 @@ def _returns_grads(graph: torch.fx.GraphModule, examples: Sequence[Any]) -> bool
     output = next(node for node in graph.graph.nodes if node.op == "output")
     computed = [node for node in output.all_input_nodes if node.op != "placeholder"]
     if all("example_value" in node.meta for node in computed):
-        return any(_wants_grad(_example(node)) for node in computed)
+        return any(_wants_grad(node.meta["example_value"]) for node in computed)
     # Not from Dynamo: assume everything that could be is differentiable.
     return torch.is_grad_enabled() and any(map(_wants_grad, (*examples, *graph.parameters())))
 
 
 def _makes_grads(graph: torch.fx.GraphModule) -> bool:
     computed = (node for node in graph.graph.nodes if node.op.startswith("call"))
-    return any(_wants_grad(_example(node)) for node in computed)
+    return any(_wants_grad(node.meta.get("example_value")) for node in computed)

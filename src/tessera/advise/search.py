@@ -299,8 +299,7 @@ class _Rent:
         remedy = "Raise --max-devices, or lower the rate or the margin."
         limit, name = max((cards.limit.per_s(b.gpus), str(b)) for b in self.sets[-64:])
         if limit < load.needed_per_s:
-            message = f"{what}: even with free transfers {name} carries {digits(limit)}"
-            return PlanInfeasible(message, remedy)
+            return PlanInfeasible(f"{what}: even with free transfers {name} carries {digits(limit)}", remedy)
         if self.num_left:
             message = f"no set that carries {rate} was found in {LONGEST_S:.0f} s"
             return PlanInfeasible(message, "Name fewer GPUs with --gpus, or give --effort quick.")

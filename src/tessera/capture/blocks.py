@@ -1,14 +1,14 @@
 """Memory blocks behind the tensors of a call.
 
-Tensors that share a storage are one block, passed as one tensor: the tensor itself if it is dense and all
-others equal it, else the covered bytes. Positions are kept modulo `ALIGN`, since results of some kernels
+Tensors that share a storage are one block, passed as one tensor: the tensor itself if it is dense and there
+is no other, else the covered bytes. Positions are kept modulo `ALIGN`, since results of some kernels
 depend on alignment.
 """
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,8 @@ class MemoryBlock:
     parts: tuple[tuple[int, BlockPart], ...]
     start: int
     stop: int
+    # For each part the number of the first that is the same tensor object.
+    objects: tuple[int, ...]
 
     @property
     def first(self) -> int:
@@ -54,8 +56,7 @@ class MemoryBlock:
     @property
     def is_tensor(self) -> bool:
         first = self.parts[0][1]
-        is_one = all(part == first for _, part in self.parts)
-        return is_one and first.is_dense and first.start % ALIGN == 0
+        return len(set(self.objects)) == 1 and first.is_dense and first.start % ALIGN == 0
 
 
 def part_of(tensor: torch.Tensor) -> BlockPart:
@@ -71,17 +72,20 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def blocks_of(tensors: Sequence[torch.Tensor]) -> tuple[MemoryBlock, ...]:
-    parts: dict[int, list[tuple[int, BlockPart]]] = {}
+    numbers: dict[int, list[int]] = {}
+    firsts: dict[int, int] = {}
     for number, tensor in enumerate(tensors):
-        parts.setdefault(storage_key(tensor), []).append((number, part_of(tensor)))
-    return tuple(_block(tuple(blocks)) for blocks in parts.values())
+        numbers.setdefault(storage_key(tensor), []).append(number)
+        firsts.setdefault(id(tensor), number)
+    return tuple(_block(tensors, firsts, mine) for mine in numbers.values())
 
 
-def _block(parts: tuple[tuple[int, BlockPart], ...]) -> MemoryBlock:
+def _block(tensors: Sequence[torch.Tensor], firsts: Mapping[int, int], numbers: list[int]) -> MemoryBlock:
+    parts = tuple((number, part_of(tensors[number])) for number in numbers)
     start = min(part.start for _, part in parts)
     stop = max(part.stop for _, part in parts)
-    block = MemoryBlock(parts, start, stop)
-    return block if block.is_tensor else MemoryBlock(parts, start - start % ALIGN, stop)
+    block = MemoryBlock(parts, start, stop, tuple(firsts[id(tensors[number])] for number in numbers))
+    return block if block.is_tensor else replace(block, start=start - start % ALIGN)
 
 
 def handed(block: MemoryBlock, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -92,7 +96,10 @@ def handed(block: MemoryBlock, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def spread(block: MemoryBlock, whole: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
     if block.is_tensor:
         return [(number, whole) for number, _ in block.parts]
-    return [(number, _view(whole, part, block.start)) for number, part in block.parts]
+    tensors: dict[int, torch.Tensor] = {}
+    for (number, part), first in zip(block.parts, block.objects, strict=True):
+        tensors[number] = tensors[first] if first in tensors else _view(whole, part, block.start)
+    return list(tensors.items())
 
 
 def _view(whole: torch.Tensor, part: BlockPart, origin: int) -> torch.Tensor:

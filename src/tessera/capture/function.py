@@ -105,7 +105,7 @@ class FunctionCall:
             self._examples, [n for n, block in self.blocks.items() if block.first >= self._num_args]
         )
         try:
-            with self.mode(), rng.forked(), traced():
+            with traced(), self.mode(), rng.forked():
                 with watch:
                     result = self.fn(*args, **kwargs)
                 self._check_held(named, (args, kwargs), {keys[name] for name in watch.touched})

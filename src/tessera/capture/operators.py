@@ -21,7 +21,6 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -49,10 +48,6 @@ DECIDERS = {
     "aten::_pack_padded_sequence": ("lengths",),
     "aten::_ctc_loss": ("targets", "input_lengths", "target_lengths"),
 }
-VALUES_ONLY = frozenset(
-    ("linalg_svdvals", "linalg_eigvalsh", "linalg_cond", "linalg_norm", "linalg_matrix_norm",
-     "linalg_matrix_rank", "norm", "nuclear_norm")
-)  # fmt: skip
 BATCHED = "Keep the decision on the device (for experts: the grouped or batched path)"
 _ON_DEVICE = "Make the optimiser with fused=True, or on a GPU with capturable=True."
 _SIZED = (
@@ -257,23 +252,8 @@ def is_users(filename: str) -> bool:
     return is_program(filename) and _PACKAGES not in filename
 
 
-class ValuesOnly(TorchFunctionMode):
-    """Notes calls of `VALUES_ONLY`: where a dispatch mode is on, torch computes their vectors too."""
-
-    is_on = False
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.is_on = getattr(func, "__name__", "").partition(".")[0] in VALUES_ONLY
-        try:
-            return func(*args, **kwargs or {})
-        finally:
-            self.is_on = False
-
-
 def without_vectors(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Another algorithm of LAPACK, which differs in the last bits. A backward needs vectors."""
+    """LAPACK computes values alone by another algorithm, with other last bits. A backward needs vectors."""
     is_whole = func in (torch.ops.aten._linalg_svd.default, torch.ops.aten._linalg_eigh.default)
     if not is_whole or (torch.is_grad_enabled() and args[0].requires_grad):
         return args

@@ -378,8 +378,7 @@ class CudaKernel:
         return partial(self.launch, *map(_checked_sizes, shape))
 
     def __call__(self, *args: Any) -> NoReturn:
-        message = f"kernel {self.name} needs a grid and a block"
-        raise CaptureError(message, "Write kernel[grid, block](...).")
+        raise CaptureError(f"kernel {self.name} needs a grid and a block", "Write kernel[grid, block](...).")
 
     def launch(self, grid: Grid, block: Grid, *args: Any) -> None:
         if len(args) != len(self._types):

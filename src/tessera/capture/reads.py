@@ -31,6 +31,8 @@ from torch.utils import dlpack
 
 from tessera.capture.operators import fail, is_program, is_python, is_users, refuse_read
 
+# Held by the thread that records: what it replaces is replaced for all.
+recording = threading.RLock()
 IMPORTS = "transformers.utils.import_utils"
 ANSWER = "is_jit_tracing"  # behind `is_tracing`, wherever imported
 NO_CHECKS = "TRANSFORMERS_DISABLE_TORCH_CHECK"
@@ -61,6 +63,7 @@ def _classes(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
 def traced() -> Iterator[None]:
     """Values are not checked: by distributions, by one_hot, nor by transformers where it is imported."""
     with (
+        recording,
         patch.object(Distribution, "_validate_args", False),
         patch.object(torch.nn.functional, "one_hot", _classes),
         _transformers_traced(),
@@ -126,8 +129,16 @@ _READERS = (
 _READER_METHODS = {r.name: r for r in _READERS if not r.first_tensor and isinstance(r.owner, type)}
 
 
+# They compute singular values or eigenvalues alone; under a dispatch mode torch computes vectors too.
+_VALUES_ONLY = (
+    (torch, "norm"), (torch, "nuclear_norm"),
+    *((torch.linalg, n) for n in ("cond", "eigvalsh", "matrix_norm", "matrix_rank", "norm", "svdvals")),
+)  # fmt: skip
+
+
 class _Thread(threading.local):
     varies: Varies | None = None
+    needs_vectors = True
 
 
 _thread = _Thread()
@@ -146,6 +157,8 @@ def reads_refused(varies: Varies) -> Iterator[None]:
             for reader in _READERS:
                 if hasattr(reader.owner, reader.name):
                     _patches.enter_context(_checked(reader))
+            for owner, name in _VALUES_ONLY:
+                _patches.enter_context(patch.object(owner, name, _without_vectors(getattr(owner, name))))
     try:
         with _varying_by(varies):
             yield
@@ -183,6 +196,21 @@ def _checked(reader: _Reader) -> AbstractContextManager[Any]:
 
     replacement = property(checked) if isinstance(attribute, property) else checked
     return patch.object(reader.owner, reader.name, replacement)
+
+
+def _without_vectors(function: Callable[..., Any]) -> Callable[..., Any]:
+    def values(*args: Any, **kwargs: Any) -> Any:
+        before, _thread.needs_vectors = _thread.needs_vectors, False
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _thread.needs_vectors = before
+
+    return values
+
+
+def vectors_needed() -> bool:
+    return _thread.needs_vectors
 
 
 @contextmanager

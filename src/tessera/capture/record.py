@@ -19,7 +19,7 @@ from tessera.capture.function import workload as workload_of
 from tessera.capture.holders import PROCESS_VALUES, Before, PyState, refuse_change
 from tessera.capture.models import another, build, known_models
 from tessera.capture.operators import fail
-from tessera.capture.reads import calls_refused
+from tessera.capture.reads import calls_refused, recording
 from tessera.capture.recorder import Recorder
 from tessera.capture.rng import entered, seeded_state, without_generators
 from tessera.capture.workload import UNFIT, Tensors, Workload, on_device
@@ -116,7 +116,7 @@ class Recordings:
 
     def record(self, inputs: Tensors, state: Tensors, seed: int = 0) -> Recorded:
         workload = self.workload
-        with entered(_generators(state, self.device, seed)):
+        with recording, entered(_generators(state, self.device, seed)):
             recorder = Recorder(workload.module, self.device, self.varying)
             recorder.name_buffers(BufferKind.WEIGHT, workload.weights())
             recorder.name_buffers(BufferKind.INPUT, inputs)

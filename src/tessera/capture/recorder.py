@@ -32,7 +32,7 @@ from tessera.capture.blocks import raw
 from tessera.capture.fake import run_fake
 from tessera.capture.operators import Recorded, Results, fail
 from tessera.capture.own import OwnLaunch, inside_operator, own_launches, tensors_in, unchanged
-from tessera.capture.reads import reads_allowed, reads_refused
+from tessera.capture.reads import reads_allowed, reads_refused, vectors_needed
 from tessera.capture.rng import Draws, forked, generator_of, size_of
 from tessera.errors import CaptureError
 from tessera.ir import Access, Arg, Buffer, BufferKind, Kernel, Launch, Origin, Region, Step, Trace, View
@@ -296,7 +296,7 @@ class Recorder(OperatorMode):
         self._num_views = 0
         self._aliases: Counter[str] = Counter()
         self._varying_kinds, self._varying = varying, set[int]()
-        self._contexts, self._values_only = ExitStack(), operators.ValuesOnly()
+        self._contexts = ExitStack()
         # Constants that the call itself makes of Python values.
         self._made = set[int]()
         self.places: list[str] = []
@@ -305,7 +305,6 @@ class Recorder(OperatorMode):
         self._contexts.enter_context(operators.insisting())
         self._contexts.enter_context(own_launches(self.own_launch))
         self._contexts.enter_context(reads_refused(self.varies))
-        self._contexts.enter_context(self._values_only)
         self._contexts.enter_context(register_module_forward_pre_hook(self._scopes.enter))
         self._contexts.enter_context(register_module_forward_hook(self._scopes.leave, always_call=True))
         return super().__enter__()  # type: ignore[no-any-return,no-untyped-call]
@@ -342,7 +341,7 @@ class Recorder(OperatorMode):
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = _tensors((args, kwargs))
-        if self._values_only.is_on:
+        if not vectors_needed():
             args = operators.without_vectors(func, args)
         operators.check_operator(func, args, kwargs, self.varies)
         for _, value, is_write in operators.arguments(func._schema, args, kwargs) if self._made else ():

@@ -25,9 +25,7 @@ Tensors = Mapping[str, torch.Tensor]
 # Inputs and state of one request.
 Values = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
 # Errors of a program given unsuitable values, or called in an unknown way.
-UNFIT = (
-    ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
-)  # fmt: skip
+UNFIT = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)

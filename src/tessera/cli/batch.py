@@ -109,8 +109,7 @@ def _request(line: bytes, place: str) -> dict[str, Any]:
     for name, kind in kinds.items():
         if not isinstance(request, dict) or not isinstance(request.get(name), kind):
             word = "an object" if kind is dict else "a text"
-            message = f"'{name}' is missing or is not {word}"
-            raise TesseraError(message, "See OpenAI's batch format.", place)
+            raise TesseraError(f"'{name}' is missing or is not {word}", "See OpenAI's batch format.", place)
     method = request.get("method", "POST")
     if method != "POST" or request["url"] not in PATHS:
         message = f"{method} {request['url']} is not supported"

@@ -223,8 +223,7 @@ def _check(target: ModelLoad) -> None:
         raise TesseraError("needs traces, not a model's name", remedy, "--objective latency")
     for name, limit in (("--tpot-ms", target.load.tpot_ms), ("--ttft-ms", target.load.ttft_ms)):
         if limit is not None and not 0 < limit < math.inf:
-            remedy = "Give a number above zero, or leave it out."
-            raise TesseraError(f"{limit} ms is no limit", remedy, name)
+            raise TesseraError(f"{limit} ms is no limit", "Give a number above zero, or leave it out.", name)
 
 
 def model_figures(planned: PlannedModel, output: Path | None = None) -> ModelPlanFigures:

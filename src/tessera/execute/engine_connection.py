@@ -175,8 +175,7 @@ def connect_engine(
     if not engine.wait_until_open(time.monotonic() + max(patience_s, MAX_HANDSHAKES * HANDSHAKE_MS * 1e-3)):
         engine.mailbox.close()
         message = "no engine answers there, or one with another secret"
-        remedy = "Use one --secret-file, and check --rendezvous."
-        raise MismatchError(message, remedy, address.place)
+        raise MismatchError(message, "Use one --secret-file, and check --rendezvous.", address.place)
     return engine
 
 

@@ -75,9 +75,12 @@ class Launcher:
         run_kernel(kernel, (x, y, z), (u, v, w), self._arguments(launch, memory)[0])
 
     def _arguments(self, launch: Launch, memory: Memory) -> tuple[list[Any], dict[str, Any]]:
+        # Some operators compute otherwise if two arguments are one tensor.
+        tensor = cache(lambda view: tensor_of(memory.get(view.buffer), view))
+
         def value(arg: Arg) -> Any:
             if isinstance(arg, View):
-                return tensor_of(memory.get(arg.buffer), arg)
+                return tensor(arg)
             if isinstance(arg, tuple):
                 return [value(item) for item in arg]
             if isinstance(arg, Symbol) and arg.kind == "complex":

@@ -240,9 +240,8 @@ def _remedy(footprint: Footprint, memory_bytes: int) -> str:
 def tensor_of(storage: Storage, view: ir.View) -> torch.Tensor:
     empty = torch.empty(0, dtype=getattr(torch, view.dtype), device=storage.device)
     tensor = empty.set_(storage, view.offset, view.shape, view.stride)
-    for flag in view.flags or ():
-        tensor = torch._conj(tensor) if flag == "conj" else torch._neg_view(tensor)
-    return tensor
+    tensor = torch._conj(tensor) if "conj" in (view.flags or ()) else tensor
+    return torch._neg_view(tensor) if "neg" in (view.flags or ()) else tensor
 
 
 def bytes_of(storage: Storage, start: int, stop: int) -> torch.Tensor:

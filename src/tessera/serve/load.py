@@ -328,8 +328,7 @@ async def _served(client: Client, model: str | None) -> tuple[str, int | None]:
     if status != 200:
         if model is not None and status == 404:
             return model, None
-        message = f"the server does not list its models: {_message(status, body)}"
-        raise LoadError(f"http {status}", message)
+        raise LoadError(f"http {status}", f"the server does not list its models: {_message(status, body)}")
     try:
         cards = msgspec.json.decode(body, type=_ModelCards).data
     except msgspec.DecodeError:

@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -199,6 +201,54 @@ def test_a_number_that_torchscript_counts_is_refused() -> None:
     """Its attributes are Python state too, though no Python object holds them."""
     with pytest.raises(CaptureError, match=r"the call changes 'calls'"):
         tessera.capture(torch.jit.script(Scripted(counts=True)), torch.randn(2, 4))
+
+
+def test_one_tensor_passed_twice_is_told_from_two_views_of_it() -> None:
+    """By the program, by torch (self-attention in one product), and by later calls."""
+
+    def fn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a if a is b else a + b
+
+    x = torch.ones(4)
+    step = workload(fn, x, x[:])
+
+    assert torch.equal(x + x, rerun(step, x, x[:]))
+    with pytest.raises(MismatchError):
+        rerun(step, x, x)
+
+
+def test_self_attention_of_torch_is_captured_as_it_runs() -> None:
+    """Its one operator asks whether query, key and value are the same tensor."""
+    attention, x = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval(), torch.randn(1, 4, 8)
+    step = workload(lambda x: attention(x, x, x, need_weights=False)[0], x)
+    trace = record(step)
+    with torch.no_grad():
+        expected = attention(x, x, x, need_weights=False)[0]
+
+    assert ["aten._native_multi_head_attention.default"] == [kernel.name for kernel in trace.kernels]
+    run = InOrder([trace], step.weights(), torch.device("cpu"))
+    assert torch.equal(expected, run(0, {"x": x}, {})["output"])
+
+
+def test_threads_record_one_after_the_other() -> None:
+    """What a recording replaces in torch is what it was when both have ended."""
+    one_hot, has_begun, has_ended = torch.nn.functional.one_hot, threading.Event(), threading.Event()
+
+    def first(x: torch.Tensor) -> torch.Tensor:
+        has_begun.set()
+        return x + float(not has_ended.wait(0.05))
+
+    def second(x: torch.Tensor) -> torch.Tensor:
+        has_ended.set()
+        return x + 1
+
+    with ThreadPoolExecutor() as pool:
+        recorded = pool.submit(tessera.capture, first, torch.ones(2))
+        has_begun.wait()
+        tessera.capture(second, torch.ones(2))
+        assert recorded.result().launches
+
+    assert torch.nn.functional.one_hot is one_hot
 
 
 def test_arguments_that_share_memory_are_one_buffer() -> None:

@@ -205,8 +205,7 @@ def _inside(folder: Path, name: str) -> Path:
     if real.parent not in (home, blobs):
         raise CaptureError("is a link out of the folder", "Copy the file itself there.", str(path))
     if not path.is_file():
-        message = "is no file" if path.exists() else "is missing"
-        raise CaptureError(message, AGAIN, str(path))
+        raise CaptureError("is no file" if path.exists() else "is missing", AGAIN, str(path))
     return path
 
 

@@ -129,7 +129,7 @@ def attributes_kept(
 
 @contextmanager
 def isolated(model: torch.nn.Module) -> Iterator[None]:
-    with torch.no_grad(), forked(), traced(), attributes_kept(model):
+    with traced(), torch.no_grad(), forked(), attributes_kept(model):
         yield
 
 

@@ -231,8 +231,7 @@ class PackedWeight(torch.Tensor):
 
 
 def _refuse(what: str) -> NoReturn:
-    message = f"the model does something that packed weights do not support: {what}"
-    raise CaptureError(message, CONVERT)
+    raise CaptureError(f"the model does something that packed weights do not support: {what}", CONVERT)
 
 
 def _linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
