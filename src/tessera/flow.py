@@ -52,18 +52,19 @@ def default_counts(traces: Sequence[ir.Trace]) -> tuple[int, ...]:
 
 
 def check_joined(graphs: Sequence[ir.Graph]) -> None:
-    """State of the same name must be the same memory in every step."""
+    """State of the same name, and what an encode returns and another step reads, has one size."""
     sizes: dict[str, tuple[int, str]] = {}
     for graph in graphs:
-        kind = graph.trace.step.kind
-        for name in graph.state_groups:
-            size = next(b.size_bytes for b in graph.trace.buffers if b.name == name)
-            first_size, first_kind = sizes.setdefault(name, (size, kind))
-            if size != first_size:
+        kind, trace = graph.trace.step.kind, graph.trace
+        for buffer in (b for b in trace.buffers if b.name in sizes or b.name in graph.state_groups):
+            size, first_kind = sizes.setdefault(buffer.name, (buffer.size_bytes, kind))
+            if size != buffer.size_bytes:
                 raise MismatchError(
-                    f"state '{name}' has {first_size} bytes in {first_kind} and {size} in {kind}",
-                    "Capture both with the same batch, and the decode with the prefill's context + reserve.",
+                    f"'{buffer.name}' has {size} bytes in {first_kind} and {buffer.size_bytes} in {kind}",
+                    "Capture all with one batch, encode and decode with the prefill's context + reserve.",
                 )
+        if kind == "encode":
+            sizes |= {name: (trace.buffers[view.buffer].size_bytes, kind) for name, view in trace.outputs}
 
 
 def price(unit: ir.WorkUnit, cluster: ir.Cluster) -> tuple[ir.Costs, ...]:

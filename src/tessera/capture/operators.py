@@ -103,7 +103,8 @@ def contents(tensor: torch.Tensor) -> str:
     if value is None:
         return ""
     with unset_fake_temporarily():
-        return bytes(raw(value, 0, value.untyped_storage().nbytes()).tolist()).hex()
+        # An empty tensor is a constant too: its contents are not no text.
+        return bytes(raw(value, 0, value.untyped_storage().nbytes()).tolist()).hex() or "00"
 
 
 def argument_of(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

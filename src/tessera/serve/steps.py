@@ -163,8 +163,8 @@ def _rows(first: Workload, spec: ServeSpec, room: float, windows: Sequence[int],
 
 def _length(model: str, length: int | None, positions: int | None) -> int:
     if length is not None and positions and length > positions:
-        message = f"a length of {length} is beyond the {positions} positions of {model}"
-        raise CaptureError(message, f"Use at most {positions}.")
+        message = f"a length of {length} is beyond the {positions} positions that {model} is served with"
+        raise CaptureError(message, f"Use at most {positions}: its limit, or where its attention changes.")
     return length or positions or CAPACITY
 
 

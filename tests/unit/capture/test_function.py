@@ -166,6 +166,14 @@ def test_a_constant_that_the_call_makes_and_writes_is_made_anew() -> None:
         assert torch.equal(fn(x), run(0, {"x": x}, {})["output"])
 
 
+def test_a_constant_without_values_is_a_constant() -> None:
+    """transformers' caches begin as `torch.tensor([])`; no weight is asked for."""
+    step = workload(lambda x: torch.cat([torch.tensor([]), x]), torch.ones(3))
+    run = InOrder([record(step)], {}, torch.device("cpu"))
+
+    assert [0.0, 1.0, 2.0] == run(0, {"x": torch.arange(3.0)}, {})["output"].tolist()
+
+
 class Scripted(torch.nn.Module):
     """A buffer that is changed in place, and a number."""
 

@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 
 from factories import make_chain
+from tessera.analyze import build_graph
 from tessera.errors import TesseraError
-from tessera.ir import Trace
+from tessera.flow import check_joined
+from tessera.ir import Graph, Trace, View
 from tessera.ir.graph import MAX_RUNS, check_counts, check_steps
 
 
@@ -28,6 +30,22 @@ def test_steps_that_are_no_request_are_refused(traces: list[Trace], message: str
     """With what is wrong and what to give instead."""
     with pytest.raises(TesseraError, match=message):
         check_steps(traces)
+
+
+def test_an_encode_returns_what_the_prefill_reads() -> None:
+    """In the same size; a longer prefill is refused with the sizes of both."""
+    encode, prefill = step("encode"), step("prefill")
+    last, (read, *others) = len(encode.buffers) - 1, prefill.buffers
+    size = encode.buffers[last].size_bytes
+    encode = replace(encode, outputs=(("encoded", View(last, "uint8", (size,), (1,))),))
+
+    def joined(num_bytes: int) -> list[Graph]:
+        buffers = (replace(read, name="encoded", size_bytes=num_bytes), *others)
+        return [build_graph(encode), build_graph(replace(prefill, buffers=buffers))]
+
+    check_joined(joined(size))
+    with pytest.raises(TesseraError, match=f"'encoded' has {size} bytes in encode and {2 * size} in prefill"):
+        check_joined(joined(2 * size))
 
 
 def test_steps_of_one_model_follow_one_another() -> None:

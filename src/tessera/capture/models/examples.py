@@ -71,8 +71,8 @@ def call_names(model: Any) -> list[str]:
 
 def _ids(config: Any, step: Step, random: torch.Generator) -> torch.Tensor:
     length = step.context + step.reserve
-    most = getattr(config.get_text_config(), "max_position_embeddings", None) or length
-    return tokens(config, (step.batch, min(length, most)), random)
+    most = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    return tokens(config, (step.batch, min(length, most) if most > 0 else length), random)
 
 
 def _pixels(config: Any, step: Step, random: torch.Generator) -> torch.Tensor:

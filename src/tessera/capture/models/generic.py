@@ -51,11 +51,10 @@ def newest(hidden: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
 
 def check_length(config: Any, step: Step) -> int:
     capacity = step.context + step.reserve
-    most = getattr(config, "max_position_embeddings", None)
-    if most is not None and capacity > most:
-        raise CaptureError(
-            f"context {capacity} is beyond the {most} positions of {step.model}", f"Use at most {most}."
-        )
+    most = getattr(config, "max_position_embeddings", None) or 0
+    if 0 < most < capacity:  # XLNet has -1: no limit
+        message = f"context {capacity} is beyond the {most} positions of {step.model}"
+        raise CaptureError(message, f"Use at most {most}.")
     return capacity
 
 
@@ -263,8 +262,7 @@ class CachedSteps:
                 errors.append(error)
             else:
                 return
-        reason = first_line(errors[0])
-        message = f"the cache of a {self._config.model_type} cannot be followed: {reason}"
+        message = f"the cache of {self._config.model_type} cannot be followed: {first_line(errors[0])}"
         remedy = "Capture --step call, or write a module:callable that returns a Workload."
         raise CaptureError(message, remedy, self._step.model) from errors[0]
 
