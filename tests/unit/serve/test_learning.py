@@ -25,7 +25,7 @@ from tessera.serve.text import ByteText
 
 LIMIT_S = 120.0
 # Between requests of a client: others have the processor meanwhile.
-PAUSE_S = 0.02
+PAUSE_S = 0.1
 ASKS = [Ask(tuple(range(5, 8 + number % 3)), 27, GREEDY, ignores_end=True) for number in range(6)]
 
 
