@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import netns
-from commands import answer
+from commands import answer, without_transformers
 from tessera.cli import _main
 
 TESSERA = [sys.executable, "-m", "tessera"]
@@ -68,7 +68,9 @@ def ranks(plan: Path, address: str, *more: str) -> list[list[str]]:
 def test_two_processes_meet_on_loopback(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a secret, on this machine only: the same bits over TCP. Rank 0 is this process."""
     first, second = ranks(plan, f"127.0.0.1:{free_port()}")
-    with subprocess.Popen(second, env=ENVIRONMENT) as other:
+    without_transformers(plan.parent)
+    path = os.pathsep.join([str(plan.parent), ENVIRONMENT["PYTHONPATH"]])
+    with subprocess.Popen(second, env=ENVIRONMENT | {"PYTHONPATH": path}) as other:
         found = answer(*first[len(TESSERA) : -1], capsys=capsys)
         assert 0 == other.wait(LIMIT_S)
 

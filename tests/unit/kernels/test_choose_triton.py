@@ -12,19 +12,17 @@ pytest.importorskip("triton", reason="needs triton")
 from choose_factory import KINDS, make_rows
 from sampling import examples, some_of
 from tessera import flow  # hands the interpreter to capture
-from tessera.capture.own import own_launches
 from tessera.kernels.choice import Number, Setting
 from tessera.kernels.choose_triton import choose
 from tessera_ptx import analyze
-from triton_ptx import compiled_for
+from triton_ptx import compiled_for, launches_anywhere
 
 assert flow
 
 
 @pytest.fixture(autouse=True, scope="module")
 def anywhere() -> Iterator[None]:
-    """Kernels run on tensors of the CPU."""
-    with own_launches():
+    with launches_anywhere():
         yield
 
 

@@ -14,7 +14,6 @@ from packed_factory import E2M1
 from sampling import one_of_each
 from tessera import flow  # hands the interpreter to capture
 from tessera.capture.offline import compiling_for
-from tessera.capture.own import own_launches
 from tessera.kernels import packed_triton
 from tessera.kernels.packed_triton import (
     ProductTile,
@@ -27,7 +26,7 @@ from tessera.kernels.packed_triton import (
 )
 from tessera.kernels.packing import BITS, PLAIN, can_tile, dequantise, num_columns, tile, unpack_nibbles
 from tessera_ptx import analyze
-from triton_ptx import compiled_for
+from triton_ptx import compiled_for, launches_anywhere
 
 assert flow
 SMALL = ProductTile(16, 16, 1)
@@ -41,8 +40,7 @@ BLOCKS = {
 
 @pytest.fixture(autouse=True, scope="module")
 def anywhere() -> Iterator[None]:
-    """Kernels run on tensors of the CPU."""
-    with own_launches():
+    with launches_anywhere():
         yield
 
 

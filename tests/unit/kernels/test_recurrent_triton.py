@@ -10,18 +10,16 @@ pytest.importorskip("triton", reason="needs triton")
 
 from recurrent_factory import MIXED, NUM_ROWS, ONE_EACH, OPERATORS, ROWS, make_call, state_of
 from tessera import flow  # hands the interpreter to capture
-from tessera.capture.own import own_launches
 from tessera.kernels import recurrent_triton
 from tessera_ptx import analyze
-from triton_ptx import compiled_for
+from triton_ptx import compiled_for, launches_anywhere
 
 assert flow
 
 
 @pytest.fixture(autouse=True, scope="module")
 def anywhere() -> Iterator[None]:
-    """Kernels run on tensors of the CPU."""
-    with own_launches():
+    with launches_anywhere():
         yield
 
 
