@@ -134,6 +134,49 @@ def test_config_file_is_checked(
     assert message in err
 
 
+@pytest.mark.parametrize("how", ["--config", "TESSERA_SERVE_CONFIG", "Python"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tpot_ms: 5", "--tpot-ms: needs --output-tokens"),
+        ("plan: PLAN\nmicrobatches: 3", "--microbatches: is in the plan"),
+        ("plan: PLAN\noutput_tokens: 3", "--output-tokens: is in the plan"),
+    ],
+)
+def test_conditions_between_options_hold_in_config_files(
+    how: str,
+    text: str,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(text.replace("PLAN", str(path)))
+    if how == "Python":
+        with pytest.raises(TesseraError, match=message):
+            tessera.serve("tiny-llama", config=path)
+        return
+    if how == "TESSERA_SERVE_CONFIG":
+        monkeypatch.setenv(how, str(path))
+    code, _, err = call(
+        "serve", "tiny-llama", *(["--config", path] if how == "--config" else []), capsys=capsys
+    )
+    assert 2 == code
+    assert message in err
+
+
+def test_values_of_a_config_file_count_as_given(tmp_path: Path) -> None:
+    """A limit from the file and the answers that it needs from the command line, or the other way round."""
+    path = tmp_path / "serve.yaml"
+    path.write_text("tpot_ms: 5\n")
+    with pytest.raises(TesseraError, match="unknown kind of device 'none'"):
+        tessera.serve("tiny-llama", "none", config=path, output_tokens=3)
+    path.write_text("output_tokens: 3\n")
+    with pytest.raises(TesseraError, match="unknown kind of device 'none'"):
+        tessera.serve("tiny-llama", "none", config=path, tpot_ms=5)
+
+
 def test_vllm_names_mean_the_same() -> None:
     theirs = "--max-num-seqs 4 --max-num-batched-tokens 64 --gpu-memory-utilization 0.5 --max-model-len 99"
     ours = "--seqs 4 --max-batch-tokens 64 --memory-share 0.5 --max-model-len 99"

@@ -15,7 +15,6 @@ from tessera.cli.output import (
     PER_TOKEN,
     TO_FIRST,
     Record,
-    finite,
     limit_ms,
     option,
     positive,
@@ -69,9 +68,7 @@ def advise(
     link: Annotated[
         str, option("Link between the GPUs: pcie4, pcie5, nvlink, ib100, ib200 or ib400.")
     ] = "pcie4",
-    margin: Annotated[
-        float, option("Capacity to keep free, as a share of the rate.", min=0, callback=finite)
-    ] = 0.1,
+    margin: Annotated[float, option("Capacity to keep free, as a share of the rate.", min=0)] = 0.1,
     memory_share: plan_model.MemoryShareOption = MEMORY_SHARE,
     launches: Launches = None,
     effort: plan_model.EffortOption = "full",

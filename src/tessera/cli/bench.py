@@ -142,7 +142,7 @@ class SentRequests:
         float | None,
         option(
             "Requests per second.",
-            "--rate", default="as fast as they are answered", is_eager=True, callback=positive,
+            "--rate", default="as fast as they are answered", callback=positive,
         ),
     ] = None  # fmt: skip
     burstiness: Annotated[
@@ -162,9 +162,7 @@ class SentRequests:
     ignores_end: Annotated[
         bool, option("Ask for answers of full length, as vLLM allows.", "--ignore-eos/--no-ignore-eos")
     ] = True
-    verify: Annotated[
-        bool, option("Compare each answer with the answer given alone.", "--verify", is_eager=True)
-    ] = False
+    verify: Annotated[bool, option("Compare each answer with the answer given alone.", "--verify")] = False
     num_distinct: Annotated[
         int | None,
         option("Number of distinct prompts.", "--distinct", default="20", callback=needs("verify"), min=1),

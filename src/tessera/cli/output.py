@@ -42,7 +42,7 @@ from tessera.ir.timeline import HIDDEN, shown
 
 __all__ = [
     "FILE", "HIDDEN", "PER_TOKEN", "TO_FIRST", "Illustrated", "JsonOption", "Record", "UsageError",
-    "arguments_of", "console", "excludes", "finite", "limit_ms", "needs", "only_if", "option", "positive",
+    "arguments_of", "console", "excludes", "limit_ms", "needs", "only_if", "option", "positive",
     "print_record", "printed", "progress", "say", "shown",
 ]  # fmt: skip
 
@@ -52,6 +52,8 @@ FILE = {"exists": True, "dir_okay": False}
 # Width of a record in a notebook.
 PAGE_COLUMNS = 100
 ONLY_NAMED = inspect.Parameter.KEYWORD_ONLY
+# In click's context: (parameter, test, why) of options that are set.
+CONDITIONS = "tessera.conditions"
 PER_TOKEN = "per output token: median over the requests of every group"
 TO_FIRST = "to the first token: median over requests"
 # typer carries its own copy of click in some versions: find the base class of its usage errors.
@@ -109,7 +111,8 @@ def printed(function: Callable[..., Any]) -> Callable[..., None]:
             parameters.append(parameter)
 
     @functools.wraps(function)
-    def command(*, as_json: bool, **kwargs: Any) -> None:
+    def command(*, ctx: typer.Context, as_json: bool, **kwargs: Any) -> None:
+        _check(ctx)
         for name, (config, names) in configs.items():
             kwargs[name] = config(**{field: kwargs.pop(field) for field in names})
         started_s = time.perf_counter()
@@ -124,6 +127,7 @@ def printed(function: Callable[..., Any]) -> Callable[..., None]:
             print_record(result, as_json, seconds=time.perf_counter() - started_s)
 
     parameters.append(inspect.Parameter("as_json", ONLY_NAMED, default=False, annotation=JsonOption))
+    parameters.append(inspect.Parameter("ctx", ONLY_NAMED, annotation=typer.Context))
     parameters = [parameter.replace(kind=ONLY_NAMED) for parameter in parameters]
     command.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -187,24 +191,35 @@ def print_record(
 
 
 def only_if(test: Callable[[dict[str, Any]], Any], why: str) -> Callable[..., Any]:
-    """Callback of an option that makes sense only if the eager parameters pass a test."""
+    """Callback of an option that makes sense only if all parameters pass a test."""
 
-    def check(ctx: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
+    def note(ctx: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
         source = ctx.get_parameter_source(param.name or "")
-        if source and not source.name.startswith("DEFAULT") and not test(ctx.params):
-            raise TesseraError(why, "Leave it out, or see --help.", option_name(param))
+        if source and source.name != "DEFAULT":
+            ctx.meta.setdefault(CONDITIONS, []).append((param, test, why))
         return value
 
-    return check
+    return note
+
+
+def _check(ctx: typer.Context) -> None:
+    """When all values are known: words, variables, those of a configuration file, or Python's."""
+    for param, test, why in ctx.meta.get(CONDITIONS, ()):
+        if not test(ctx.params):
+            raise TesseraError(why, "Leave it out, or see --help.", option_name(param))
+    for param in ctx.command.params:
+        value = ctx.params.get(param.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise TesseraError(f"must be a finite number, got {value:g}", place=param.opts[0])
 
 
 def needs(other: str) -> Callable[..., Any]:
-    """Callback of an option that makes sense only with another, which is eager."""
+    """Callback of an option that makes sense only with another."""
     return only_if(lambda params: params.get(other), f"needs --{other.replace('_', '-')}")
 
 
 def excludes(other: str, why: str) -> Callable[..., Any]:
-    """Callback of an option that makes no sense with another, which is eager."""
+    """Callback of an option that makes no sense with another."""
     return only_if(lambda params: not params.get(other), why)
 
 
@@ -212,17 +227,10 @@ def option_name(param: typer.CallbackParam) -> str:
     return next((word for word in param.opts if word.startswith("--")), param.opts[0])
 
 
-def finite(param: typer.CallbackParam, value: float | None) -> float | None:
-    """`min` and `max` let NaN pass."""
-    if value is not None and not math.isfinite(value):
-        raise TesseraError(f"must be a finite number, got {value:g}", place=option_name(param))
-    return value
-
-
 def positive(param: typer.CallbackParam, value: float | None) -> float | None:
     if value is not None and not value > 0:
         raise TesseraError(f"must be above 0, got {value:g}", place=option_name(param))
-    return finite(param, value)
+    return value
 
 
 def console() -> Console:

@@ -163,9 +163,7 @@ def plan(
     traces: Annotated[
         list[str],
         typer.Argument(
-            is_eager=True,
-            metavar="MODEL | TRACES",
-            help="A model, or the traces of a request's steps, in order.",
+            metavar="MODEL | TRACES", help="A model, or the traces of a request's steps, in order."
         ),
     ],
     prices: PricedDevices,

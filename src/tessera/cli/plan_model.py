@@ -21,7 +21,6 @@ from tessera.cli.output import (
     PER_TOKEN,
     TO_FIRST,
     Record,
-    finite,
     limit_ms,
     only_if,
     option,
@@ -45,7 +44,7 @@ MemoryShareOption = Annotated[
     float,
     option(
         "Share of each device's memory for weights and state (pages). The rest is for temporaries.",
-        "--memory-share", "--gpu-memory-utilization", min=0.01, max=1, callback=finite,
+        "--memory-share", "--gpu-memory-utilization", min=0.01, max=1,
     ),
 ]  # fmt: skip
 FrequenciesOption = Annotated[

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from tessera.cli.output import finite, option, say
+from tessera.cli.output import option, say
 from tessera.errors import MismatchError, TesseraError
 from tessera.ir import Device, Plan, digest
 from tessera.ir.files import read_file
@@ -190,12 +190,8 @@ def worker(
         int, option("Rank of this worker's device; -1: any device without a worker.", min=ANY)
     ] = ANY,
     model: Annotated[str, option("Folder of the model on this machine; default: the service's.")] = "",
-    patience: Annotated[
-        float, option("Seconds to wait for the first connection.", min=0, callback=finite)
-    ] = 300.0,
-    again: Annotated[
-        float, option("Seconds to retry after a service has ended.", min=0, callback=finite)
-    ] = 5.0,
+    patience: Annotated[float, option("Seconds to wait for the first connection.", min=0)] = 300.0,
+    again: Annotated[float, option("Seconds to retry after a service has ended.", min=0)] = 5.0,
     torchrun: UnderTorchrun = False,
 ) -> None:
     """Compute for a service that runs on another machine."""

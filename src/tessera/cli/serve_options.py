@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from tessera.cli.capture import RandomWeights
-from tessera.cli.output import FILE, PER_TOKEN, TO_FIRST, excludes, finite, limit_ms, needs, option
+from tessera.cli.output import FILE, PER_TOKEN, TO_FIRST, excludes, limit_ms, needs, option
 from tessera.cli.plan import LinkOption, MemoryOption
 from tessera.cli.plan_model import EffortOption, FrequenciesOption, MemoryShareOption, frequencies_of
 from tessera.cli.remote import MeetingOptions
@@ -115,7 +115,7 @@ class ServeConfig(MeetingOptions):
     ] = True  # fmt: skip
     plan: Annotated[
         Path | None,
-        option("Serve by this plan for a load, of `tessera plan MODEL`.", "--plan", is_eager=True, **FILE),
+        option("Serve by this plan for a load, of `tessera plan MODEL`.", "--plan", **FILE),
     ] = None
     prompt_tokens: Annotated[
         int | None,
@@ -126,7 +126,9 @@ class ServeConfig(MeetingOptions):
     ] = None  # fmt: skip
     output_tokens: Annotated[
         int | None,
-        option("Mean answer that the service is planned for, in tokens.", default="64", min=1, is_eager=True),
+        option(
+            "Mean answer that the service is planned for, in tokens.", default="64", min=1, callback=PLANNED
+        ),
     ] = None
     tpot_ms: Annotated[float | None, limit_ms(PER_TOKEN, **NEEDS_LOAD)] = None
     ttft_ms: Annotated[float | None, limit_ms(TO_FIRST, **NEEDS_LOAD)] = None
@@ -137,9 +139,9 @@ class ServeConfig(MeetingOptions):
     max_waiting: Annotated[int, option("Maximum number of waiting requests.", min=1)] = 1024
     max_requests: Annotated[int, option("Maximum number of requests, waiting ones included.", min=1)] = 2048
     max_body: Annotated[int, option("Maximum bytes of a request body.", min=1)] = 4 * 2**20
-    drain: Annotated[
-        float, option("Seconds to finish running requests at shutdown.", min=0, max=86_400, callback=finite)
-    ] = 30.0
+    drain: Annotated[float, option("Seconds to finish running requests at shutdown.", min=0, max=86_400)] = (
+        30.0
+    )
     access_log: Annotated[bool, option("Log every answer on standard error.", "--access-log")] = False
     log_json: Annotated[bool, option("Log in JSON, one object per line.", "--log-json")] = False
     tls_cert: Annotated[
@@ -200,8 +202,6 @@ class ServeConfig(MeetingOptions):
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             message = f"--root-path must begin with / and not end with it, got {self.root_path!r}"
             raise TesseraError(message, "Write /llm.")
-        if self.plan is not None and self.output_tokens is not None:
-            raise TesseraError("is in the plan", "Leave it out, or see --help.", "--output-tokens")
         check_name(self.transport)
         check_policy(self.policy)
         read_keys(self.api_key or ())

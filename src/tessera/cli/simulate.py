@@ -37,7 +37,7 @@ class PlayedRequests:
     requests: Annotated[
         int | None, option(REQUESTS_HELP, default="100; with a CSV file, all of it", min=1)
     ] = None
-    arrivals: Annotated[str | None, option(ARRIVALS_HELP, is_eager=True)] = None
+    arrivals: Annotated[str | None, option(ARRIVALS_HELP)] = None
     monitor: Annotated[
         bool, option("Let a monitor choose between two plans.", "--monitor", callback=ONLINE)
     ] = False
