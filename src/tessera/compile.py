@@ -329,16 +329,21 @@ def _wants_grad(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
+def _is_differentiated(node: torch.fx.Node) -> bool:
+    """False for a parameter that an operator gives back as it is."""
+    value = node.meta.get("example_value")
+    return isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf
+
+
 def _returns_grads(graph: torch.fx.GraphModule, examples: Sequence[Any]) -> bool:
     """Dynamo recompiles when the answer changes."""
     output = next(node for node in graph.graph.nodes if node.op == "output")
     computed = [node for node in output.all_input_nodes if node.op != "placeholder"]
     if all("example_value" in node.meta for node in computed):
-        return any(_wants_grad(node.meta["example_value"]) for node in computed)
+        return any(map(_is_differentiated, computed))
     # Not from Dynamo: assume everything that could be is differentiable.
     return torch.is_grad_enabled() and any(map(_wants_grad, (*examples, *graph.parameters())))
 
 
 def _makes_grads(graph: torch.fx.GraphModule) -> bool:
-    computed = (node for node in graph.graph.nodes if node.op.startswith("call"))
-    return any(_wants_grad(node.meta.get("example_value")) for node in computed)
+    return any(map(_is_differentiated, (node for node in graph.graph.nodes if node.op.startswith("call"))))

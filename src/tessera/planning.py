@@ -108,10 +108,8 @@ class ServedSteps:
         traces = divided(self.cluster, traces, self.frequencies)
         family = StepFamily(tuple(map(build_graph, traces[: len(ANCHORS)])))
         if any(family.at(checked.step).trace != checked for checked in traces[len(ANCHORS) :]):
-            raise MismatchError(
-                f"the step of {self.model} is not linear in tokens, sequences, pages and length",
-                "Serve it on the devices themselves: tessera serve.",
-            )
+            message = f"the step of {self.model} is not linear in tokens, sequences, pages and length"
+            raise MismatchError(message, "Serve it on the devices themselves: tessera serve.")
         return family
 
     @property

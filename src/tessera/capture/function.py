@@ -136,11 +136,11 @@ class FunctionCall:
                 remedy = "Run one training step before the capture, and give the step zero_grad()."
                 raise CaptureError(f"the call creates '{name}'", remedy)
             if before.get(name) is not after.get(name) and name not in replaceable:
-                raise CaptureError(
-                    f"the call replaces the tensor '{name}'",
-                    "Change it in place (copy_, index_copy_), so that it is the same memory for every call.",
-                    self._line_that_replaces(name, arguments),
+                remedy = (
+                    "Change it in place (copy_, index_copy_), so that it is the same memory for every call."
                 )
+                line = self._line_that_replaces(name, arguments)
+                raise CaptureError(f"the call replaces the tensor '{name}'", remedy, line)
 
     def _check_memory(self, tensors: list[torch.Tensor], keys: Mapping[str, int]) -> None:
         for name, block in self.blocks.items():
@@ -203,6 +203,7 @@ class FunctionCall:
             if not isinstance(leaf, torch.Tensor):
                 self._results.append(leaf)
                 continue
+            check_tensor(leaf, f"the result '{name}'")
             check_resolved(leaf, f"the result '{name}'")
             if blocks.storage_key(leaf) in numbers:
                 self._results.append(Alias(numbers[blocks.storage_key(leaf)], blocks.part_of(leaf)))
@@ -241,9 +242,8 @@ class FunctionCall:
         tensors = self._tensors(leaves) if same else []
         is_laid_alike = blocks.blocks_of(tensors) == tuple(self.blocks.values())
         if not same or any(map(is_lazy, tensors)) or not is_laid_alike:
-            raise MismatchError(
-                "these arguments are laid out differently from those of the capture", "Capture again."
-            )
+            message = "these arguments are laid out differently from those of the capture"
+            raise MismatchError(message, "Capture again.")
         changed = self._kept.changed()
         if changed is not None:
             raise MismatchError(f"{changed.name} is not what it was at the capture", "Capture again.")

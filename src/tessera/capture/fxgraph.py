@@ -19,6 +19,8 @@ from tessera.errors import CaptureError
 # L['self']._modules['layers'][0].weight
 _STEP = re.compile(r"\['([^']*)'\]|\[(-?\d+)\]|\.(\w+)")
 _PLUMBING = frozenset({"_modules", "_parameters", "_buffers"})
+_ENTERS = re.compile("_increment_nesting$|^_enter_|_hooks_disable$")
+_LEAVES = re.compile("_decrement_nesting$|^_exit_|_hooks_enable$")
 _LINE = re.compile(r'File "([^"]+)", line (\d+)')
 
 Path = tuple[str, ...]
@@ -61,7 +63,12 @@ class GraphStep(torch.nn.Module):
             self._held[i][0][self._held[i][1]] if i in self._held else inputs[name]
             for i, name in enumerate(self._names)
         ]
-        return _Nodes(self._graph[0], self._places).run(*args)
+        nodes = _Nodes(self._graph[0], self._places)
+        try:
+            return nodes.run(*args)
+        except BaseException:
+            nodes.leave()
+            raise
 
     def _place(self, path: Path) -> torch.nn.Module:
         place: torch.nn.Module = self
@@ -86,8 +93,22 @@ class _Nodes(torch.fx.Interpreter):
         super().__init__(graph)
         self.extra_traceback = False
         self._places = places
+        self._left = list(graph.graph.nodes)
+
+    def leave(self) -> None:
+        """Leaves autocast and levels of torch.func that nodes have entered, by the nodes meant for that."""
+        num_entered = 0
+        for node in self._left:
+            name = getattr(node.target, "__name__", "")
+            if _ENTERS.search(name):
+                num_entered += 1
+            elif _LEAVES.search(name) and num_entered:
+                num_entered -= 1
+            elif _LEAVES.search(name):
+                super().run_node(node)
 
     def run_node(self, n: torch.fx.Node) -> Any:
+        self._left.remove(n)
         if n.op in ("placeholder", "output", "get_attr"):
             return super().run_node(n)
         run = functools.partial(super().run_node, n)

@@ -329,11 +329,10 @@ class PyState:
             start, stop = np.lib.array_utils.byte_bounds(array)
             shared = next((n for n, (low, high) in bounds.items() if start < high and low < stop), None)
             if shared is not None:
-                fail(
-                    f"'{name}' is a NumPy array over the memory of '{shared}', and reading it is not seen",
-                    "Compute with the tensor, or make the array of a copy.",
-                    "",
+                message = (
+                    f"'{name}' is a NumPy array over the memory of '{shared}', and reading it is not seen"
                 )
+                fail(message, "Compute with the tensor, or make the array of a copy.", "")
 
     def _look(self, name: str, value: Any, depth: int) -> None:
         if depth > MAX_DEPTH or isinstance(value, _LEAVES):

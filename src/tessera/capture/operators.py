@@ -54,9 +54,12 @@ _SIZED = (
     f"{BATCHED}, or give the result a size of its own: torch.where(mask, x, 0), nonzero_static(size=...), "
     "repeat_interleave(output_size=...)."
 )
-# Torch's error for a higher-order operator without a rule for the mode.
-_HIGHER = "HigherOrderOperator "
-_BRANCHES = "Compute with plain operators: torch.where in place of torch.cond, attention by its own operator."
+# Torch's errors under a dispatch mode: text before a name, what it names, remedy.
+_TORCHS_ERRORS = (
+    ("HigherOrderOperator ", "an operator over functions",
+     "Compute with plain operators: torch.where in place of torch.cond, attention by its own operator."),
+    ("new Tensor subclass ", "a class of tensors, made in the step", "Make it before the step, or a tensor."),
+)  # fmt: skip
 
 
 def split(func: Any, recorded: Recorded, results: Results) -> Iterator[tuple[Recorded, Results]]:
@@ -200,11 +203,11 @@ def insisting() -> Iterator[None]:
     except Exception as error:
         if _last.error is not None:
             raise _last.error from error
-        if isinstance(error, NotImplementedError) and _HIGHER in str(error):
-            name = str(error).partition(_HIGHER)[2].split()[0]
-            lines = list(_program_lines(walk_tb(error.__traceback__)))
-            place = lines[-1] if lines else ""
-            raise CaptureError(f"{name} is an operator over functions", _BRANCHES, place) from error
+        for text, what, remedy in _TORCHS_ERRORS:
+            if text in str(error):
+                lines = list(_program_lines(walk_tb(error.__traceback__)))
+                name = str(error).partition(text)[2].split()[0]
+                raise CaptureError(f"{name} is {what}", remedy, lines[-1] if lines else "") from error
         raise
     finally:
         _last.error = before
@@ -304,14 +307,18 @@ def _answers_the_host(func: Any) -> bool:
 
 
 def check_tensor(tensor: torch.Tensor, name: str = "a value") -> None:
+    if torch.nn.parameter.is_lazy(tensor):
+        fail(f"{name} has no shape before the first call", "Call the module once before the capture.")
     if tensor._is_zerotensor():
-        fail(
-            f"{name} is a zero without memory", "Differentiate backwards: torch.func.jacrev, torch.func.grad."
-        )
+        remedy = "Differentiate backwards: torch.func.jacrev, torch.func.grad."
+        fail(f"{name} is a zero without memory", remedy)
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         kind = str(tensor.layout).removeprefix("torch.")
         what = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else kind
         fail(f"{name} is a {what} tensor", "Use dense, unquantized tensors: .to_dense(), .dequantize().")
+    if is_wrapper(tensor):
+        message = f"{name} is a {type(tensor).__name__}, which wraps other tensors"
+        fail(message, "Pass its parts, as to_local() of a DTensor, or make it a parameter of a module.")
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -436,9 +436,8 @@ def _parameters(ptx: str, name: str) -> list[str]:
     entries = {entry.name: entry.params for entry in parse(ptx, name).entries}
     if name not in entries:
         have = ", ".join(entries) or "none"
-        raise CaptureError(
-            f"the code has no entry '{name}'; it has: {have}", 'Declare it extern "C" __global__.', name
-        )
+        message = f"the code has no entry '{name}'; it has: {have}"
+        raise CaptureError(message, 'Declare it extern "C" __global__.', name)
     for param in entries[name]:
         if param.is_array or not param.type[1:].isdigit():
             message = f"parameter '{param.name}' is neither a pointer nor a number"

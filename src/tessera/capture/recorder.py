@@ -137,7 +137,8 @@ class Ledger:
         symbol = operators.symbol_of(value)
         if symbol is not None:
             return symbol
-        fail(f"an argument of type {type(value).__name__} cannot be recorded", "Pass it as a tensor.")
+        remedy = "Pass it as a tensor; for packed weights of torch.ao quantise with torchao."
+        fail(f"an argument of type {type(value).__name__} cannot be recorded", remedy)
 
     def kernel(self, kernel: Kernel) -> int:
         return self._kernels.setdefault(kernel, len(self._kernels))

@@ -108,10 +108,11 @@ class Draws:
 
     def _check(self, name: str) -> None:
         if name in self._states and not torch.equal(self._states[name], state_now(name)):
-            fail(
-                f"the step seeds the generator {name}, or draws from it without an operator that says so",
-                "Seed before the step; register a drawing operator with the tag nondeterministic_seeded.",
+            message = (
+                f"the step seeds the generator {name}, or draws from it without an operator that says so"
             )
+            remedy = "Seed before the step; register a drawing operator with the tag nondeterministic_seeded."
+            fail(message, remedy)
 
 
 def _device(name: str) -> torch.device:

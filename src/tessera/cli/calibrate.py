@@ -67,9 +67,8 @@ def _calibrated(device: Device, model: str, num: int, kept: partial[Store]) -> C
     is_cpu = not device.name.startswith("cuda")
     gpu_name = device.gpu or ("cpu" if is_cpu else "")
     if not gpu_name:
-        raise TesseraError(
-            f"no model knows {device.name}", "Measure traces with `tessera profile`.", "DEVICE"
-        )
+        message = f"no model knows {device.name}"
+        raise TesseraError(message, "Measure traces with `tessera profile`.", "DEVICE")
     traces = _traces(model or (SMALL_MODEL if is_cpu else MODEL), is_cpu)
     priced_as = YARDSTICK if is_cpu else gpu_name
     path = cache_folder("calibrations") / f"{gpu_name}.json"

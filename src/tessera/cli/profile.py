@@ -194,11 +194,8 @@ def measure_links(devices: Sequence[Device], path: Path, transport: str) -> tupl
         raise TesseraError(message, "Name two or more, such as cpu,cpu or cuda:0,cuda:1.", "--links")
     for device in devices:
         if not needs_measuring(device):
-            raise TesseraError(
-                f"{device.name} stands for a GPU that is not here: nothing joins it",
-                "Name its link when planning: tessera plan --link pcie4.",
-                "--links",
-            )
+            message = f"{device.name} stands for a GPU that is not here: nothing joins it"
+            raise TesseraError(message, "Name its link when planning: tessera plan --link pcie4.", "--links")
     fits: list[LinkFit] = []
     pairs = list(combinations(devices, 2))
     with progress("measuring links", len(pairs)) as advance:

@@ -113,9 +113,8 @@ def serve_rank(plans: Sequence[Plan], meeting: Meeting) -> None:
 
     names = plans[0].cluster.names
     if meeting.rank >= len(names):
-        raise TesseraError(
-            f"there is no rank {meeting.rank}", f"The plan has {len(names)} devices, from 0.", "--rank"
-        )
+        message = f"there is no rank {meeting.rank}"
+        raise TesseraError(message, f"The plan has {len(names)} devices, from 0.", "--rank")
     work(meeting, make=LocalModel(may_import=True), again_s=AGAIN_S, digest=plans_digest(plans))
 
 

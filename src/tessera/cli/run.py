@@ -301,8 +301,5 @@ def check_runnable(trace: Trace, place: str) -> None:
         remedy = "Verify the tiny model of the same family: tessera capture tiny-... --device cpu."
         raise TesseraError(message, remedy, place)
     if trace.recorded_on != "cpu":
-        raise TesseraError(
-            f"the trace was captured on {trace.recorded_on}; this command runs on the CPU",
-            "Capture the tiny model of the same family with --device cpu.",
-            place,
-        )
+        message = f"the trace was captured on {trace.recorded_on}; this command runs on the CPU"
+        raise TesseraError(message, "Capture the tiny model of the same family with --device cpu.", place)

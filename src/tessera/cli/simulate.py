@@ -155,9 +155,8 @@ def simulate(
     """
     if kind_of(plan) == "service-plan":
         if (other is not None) != options.monitor:
-            raise TesseraError(
-                "a monitor chooses between two service plans", "Give both or none.", "--monitor"
-            )
+            message = "a monitor chooses between two service plans"
+            raise TesseraError(message, "Give both or none.", "--monitor")
         with progress(f"reading {plan.name}") as advance:
             plans = [load(ServicePlan, path) for path in (plan, other) if path is not None]
             advance("simulating")
@@ -193,9 +192,8 @@ def simulate_service(
 
     plan = plans[0]
     if len({plan.policy for plan in plans}) < len(plans):
-        raise MismatchError(
-            f"both plans follow the policy {plan.policy}", "Plan them with different --policy."
-        )
+        message = f"both plans follow the policy {plan.policy}"
+        raise MismatchError(message, "Plan them with different --policy.")
     if any(other.cluster != plan.cluster for other in plans):
         raise MismatchError("the plans are for different devices", "Plan both for the same devices.")
     for device in (*(loss.device for loss in faults.losses), *(name for name, _, _ in faults.slowdowns)):

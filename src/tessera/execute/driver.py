@@ -71,9 +71,8 @@ def ask(name: str, *args: Any) -> None:
     try:
         function = getattr(driver(), name)
     except AttributeError as error:
-        raise WorkerError(
-            f"this CUDA driver has no {name}", "Green contexts need driver 550 or later."
-        ) from error
+        message = f"this CUDA driver has no {name}"
+        raise WorkerError(message, "Green contexts need driver 550 or later.") from error
     status = function(*args)
     if status:
         text = ctypes.c_char_p()

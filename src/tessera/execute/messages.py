@@ -51,9 +51,8 @@ class PackedTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     def __post_init__(self) -> None:
         _check_dtype(self.dtype)
         if self.data.nbytes != math.prod(self.shape) * _item_bytes()[self.dtype]:
-            raise ValueError(
-                f"a tensor of {self.data.nbytes} bytes is no {self.dtype} of shape {list(self.shape)}"
-            )
+            message = f"a tensor of {self.data.nbytes} bytes is no {self.dtype} of shape {list(self.shape)}"
+            raise ValueError(message)
 
 
 @cache

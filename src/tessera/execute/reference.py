@@ -120,10 +120,8 @@ class Replay:
         except RuntimeError as error:
             launch = self._runner.launch
             name = self._trace.kernel_of(launch).name
-            raise WorkerError(
-                f"launch {launch} ({name}) cannot be run on this machine's CPU: {first_line(error)}",
-                "Capture the model with --device cpu.",
-            ) from error
+            message = f"launch {launch} ({name}) cannot be run on this machine's CPU: {first_line(error)}"
+            raise WorkerError(message, "Capture the model with --device cpu.") from error
 
     def run_renamed(self, order: Sequence[int], values: Sequence[Value]) -> Replayed:
         memory = _RenamedMemory(self._runner, self._initial, values)

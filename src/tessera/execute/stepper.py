@@ -197,9 +197,8 @@ def routes_of(
     if source is None or destination is None:
         raise TesseraError("one of its microbatches is not open", place=place)
     if source.home is None or destination.home is None:
-        raise TesseraError(
-            "state that is not in the pages of a home does not move", "Plan with a home.", place
-        )
+        message = "state that is not in the pages of a home does not move"
+        raise TesseraError(message, "Plan with a home.", place)
     if len(move.from_pages) != len(move.to_pages):
         remedy = "Give as many places as pages."
         raise TesseraError(f"pages {move.from_pages} cannot go to pages {move.to_pages}", remedy, place)

@@ -329,9 +329,8 @@ def _backend(setup: Setup, engine: EngineConnection) -> DeviceWorker:
         from tessera.execute.cuda.worker import CudaWorker
 
         if not torch.cuda.is_available():
-            raise WorkerError(
-                "this machine has no CUDA device", "Start it where the GPU is; rank 0 computes too."
-            )
+            message = "this machine has no CUDA device"
+            raise WorkerError(message, "Start it where the GPU is; rank 0 computes too.")
         # Ordinals as this machine counts them, also where rank 0 computes beside the engine.
         devices = (replace(x, ordinal=0) if x.ordinal == ir.AWAY else x for x in setup.cluster.devices)
         cluster = replace(setup.cluster, devices=tuple(devices))

@@ -97,9 +97,8 @@ class WorkerStepper(Runs):
 
     def load(self, plans: Sequence[Plan]) -> None:
         if max(plan.microbatches for plan in plans) > self.microbatches:
-            raise MismatchError(
-                f"there are {self.microbatches} microbatches only", "Plan with fewer (--microbatches)."
-            )
+            message = f"there are {self.microbatches} microbatches only"
+            raise MismatchError(message, "Plan with fewer (--microbatches).")
         self._check_weights(plans)
         replaced = {id(plan): plan for plan in (*self.lanes.replaced, *self.plans)}
         self._lowered = {key: self._lowered[key] for key in replaced}
@@ -208,9 +207,8 @@ class WorkerStepper(Runs):
                 case messages.WorkerReady():
                     waiting.discard(device)
                 case messages.Failed(text, remedy):
-                    raise WorkerError(
-                        f"could not start: {text}", remedy or "Lower --microbatches, or free memory.", place
-                    )
+                    message = f"could not start: {text}"
+                    raise WorkerError(message, remedy or "Lower --microbatches, or free memory.", place)
                 case Hangup(reason):
                     lost = self.hub.lose(device)
                     waiting.add(device)

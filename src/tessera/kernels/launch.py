@@ -66,9 +66,8 @@ def driver() -> Any:
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise WorkerError(
-            "this machine has no CUDA driver", "Run on a machine with an NVIDIA GPU."
-        ) from error
+        message = "this machine has no CUDA driver"
+        raise WorkerError(message, "Run on a machine with an NVIDIA GPU.") from error
 
 
 def run_kernel(kernel: Kernel, grid: Grid, block: Grid, args: Sequence[Any]) -> None:
@@ -185,9 +184,8 @@ class PtxKernel:
         if kind.startswith("*"):
             return ctypes.c_uint64(0 if arg is None else int(arg))
         if kind not in _TYPES:
-            raise WorkerError(
-                f"kernel {self._name} has a parameter of type {kind}", "Compile it from source."
-            )
+            message = f"kernel {self._name} has a parameter of type {kind}"
+            raise WorkerError(message, "Compile it from source.")
         return _TYPES[kind](arg)
 
     def _table(self, entries: Sequence[Any]) -> torch.Tensor:
@@ -195,9 +193,8 @@ class PtxKernel:
         if held not in self._tables:
             if torch.cuda.is_current_stream_capturing():
                 message = f"kernel {self._name} needs a table of pointers that no earlier run made"
-                raise WorkerError(
-                    message, "Please report this: a launch did not run before its graph was recorded."
-                )
+                remedy = "Please report this: a launch did not run before its graph was recorded."
+                raise WorkerError(message, remedy)
             self._tables[held] = torch.tensor(held, dtype=torch.int64, device="cuda")
         return self._tables[held]
 

@@ -221,11 +221,8 @@ def _check_fit(devices: Sequence[Device], card: Card) -> None:
         return
     names, base = " and ".join(d.name for d in devices), f"cuda:{devices[0].ordinal}"
     if not all(d.num_sms for d in devices):
-        raise TesseraError(
-            f"{names} are the same card",
-            f"Cut it into parts ({base}/sm=K,{base}/sm=L) or dilate it ({base}/as=GPU,{base}/as=GPU).",
-            PLACE,
-        )
+        remedy = f"Cut it into parts ({base}/sm=K,{base}/sm=L) or dilate it ({base}/as=GPU,{base}/as=GPU)."
+        raise TesseraError(f"{names} are the same card", remedy, PLACE)
     total = sum(d.num_sms for d in devices)
     if total > card.num_sms:
         message = f"{names} need {total} SMs together; the {card.name} has {card.num_sms}"
@@ -279,9 +276,8 @@ def _share(links: dict[tuple[str, str], Link], bus: str, names: tuple[str, ...])
     for end in ends:
         check_known("device", end, names)
     if len(set(ends)) < 2:
-        raise TesseraError(
-            f"at least two devices needed, got '{bus}'", "Name the devices on the bus.", "--bus"
-        )
+        message = f"at least two devices needed, got '{bus}'"
+        raise TesseraError(message, "Name the devices on the bus.", "--bus")
     for pair, link in links.items():
         if pair[0] in ends and pair[1] in ends:
             if link.group:

@@ -138,9 +138,8 @@ def load_source(root: Path, file: TableFile, variant: str, cache_to: Path) -> Va
         raise Unusable(f"it has {len(rows.us)} rows, fewer than {MIN_ROWS}")
     base, usable, wrong = against_model(rows, spec)
     if (share := float(wrong.mean())) > MAX_IMPOSSIBLE:
-        raise Unusable(
-            f"{share:.0%} of its rows are faster than a {spec.full_name} can compute or read memory"
-        )
+        message = f"{share:.0%} of its rows are faster than a {spec.full_name} can compute or read memory"
+        raise Unusable(message)
     if file.op is OpClass.PREFILL:
         _check_growth(rows)
     kept = np.flatnonzero(usable & ~wrong)

@@ -4,7 +4,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.nn.attention.bias import causal_lower_right
+from torch.testing._internal.two_tensor import TwoTensor
 
+import tessera
 from tessera.capture import Workload, record
 from tessera.errors import CaptureError
 from tessera.ir import Step, Trace
@@ -132,6 +135,23 @@ def test_a_custom_operator_that_keeps_something_is_refused() -> None:
         CaptureError, match=r"test_refuse\.py:\d+: .*counts.* gives other results for the same"
     ):
         capture(counts)
+
+
+def test_a_class_of_tensors_made_in_the_step_is_refused() -> None:
+    """Torch cannot make it while operators are seen."""
+    with pytest.raises(CaptureError, match=r"test_refuse\.py:\d+: CausalBias is a class of tensors"):
+        capture(lambda x: causal_lower_right(4, 8) + x)
+
+
+def test_a_module_without_shapes_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"'weight' has no shape before the first call.*once"):
+        tessera.capture(torch.nn.LazyLinear(4), torch.ones(2, 4))
+
+
+def test_an_argument_that_wraps_tensors_is_refused() -> None:
+    """It has no memory of its own."""
+    with pytest.raises(CaptureError, match=r"'x' is a TwoTensor, which wraps.*parameter of a module"):
+        tessera.capture(lambda x: x * 2, TwoTensor(torch.ones(2), torch.ones(2)))
 
 
 def test_a_tensor_of_zeros_without_memory_is_refused() -> None:

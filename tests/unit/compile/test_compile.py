@@ -341,6 +341,46 @@ def test_training_batch_norm_updates_its_statistics_once() -> None:
     assert all(torch.equal(a, b) for a, b in zip(reference.buffers(), model.buffers(), strict=True))
 
 
+def test_a_refusal_inside_autocast_leaves_it() -> None:
+    """The graph runs eagerly afterwards, its first product in float32."""
+    first, norm = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)
+
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = first(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            return y, norm(x @ x.mT @ x)
+
+    with pytest.warns(UserWarning, match="running statistics"):
+        result = compiled(fn, TWO)(torch.randn(4, 4))
+
+    assert [torch.float32, torch.bfloat16] == [y.dtype for y in result]
+
+
+def test_a_refusal_inside_torch_func_leaves_its_levels() -> None:
+    """The graph runs eagerly afterwards; levels that its nodes had entered would break it."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = torch.func.hessian(lambda row: (row**3).sum())(x)
+        return result
+
+    x = torch.randn(3)
+    with pytest.warns(UserWarning, match="zero without memory"):
+        result = compiled(fn, TWO)(x)
+
+    assert torch.equal(fn(x), result)
+
+
+def test_a_parameter_that_an_operator_gives_back_is_no_gradient() -> None:
+    """Spectral norm flattens its weight, which is a matrix, and changes a buffer; no warning."""
+    norm = torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(4, 4))
+    model, expected, x = norm, copy.deepcopy(norm), torch.randn(2, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        result = compiled(model, TWO)(x)
+
+    assert torch.equal(expected(x), result)
+
+
 def test_a_graph_of_views_needs_no_worker() -> None:
     """Nothing is launched, and the result is the caller's own memory."""
     x = torch.randn(2, 3)

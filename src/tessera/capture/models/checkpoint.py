@@ -316,9 +316,8 @@ def _bounded(folder: Path, what: str) -> Iterator[None]:
         nonlocal num
         num += 1
         if num > MAX_TENSORS or time.monotonic() - started_s > MAX_SECONDS:
-            raise CaptureError(
-                f"its configuration makes more than {num - 1:,} tensors", "Correct config.json.", str(folder)
-            )
+            message = f"its configuration makes more than {num - 1:,} tensors"
+            raise CaptureError(message, "Correct config.json.", str(folder))
 
     with (
         torch_module.register_module_parameter_registration_hook(add),

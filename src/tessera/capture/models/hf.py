@@ -69,9 +69,8 @@ def config_of(folder: Path) -> Any:
     family = settings.get("model_type")
     if not isinstance(family, str) or family not in families:
         remedy = "Use a configuration of a model type that transformers knows."
-        raise CaptureError(
-            f"transformers knows no model_type {family!r}", remedy, str(folder / "config.json")
-        )
+        message = f"transformers knows no model_type {family!r}"
+        raise CaptureError(message, remedy, str(folder / "config.json"))
     with checkpoint.blamed(folder):
         config = families[family].from_dict(settings)
         steps_of(config)  # refuses unknown classes
