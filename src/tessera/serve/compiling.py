@@ -130,9 +130,10 @@ def _fork(steps: Sequence[Step], record: Callable[[Step], Trace]) -> dict[Connec
 
 
 def _pass_on(children: dict[Connection, int], pipe: Connection) -> None:
+    """Until all are sent, or nobody reads the pipe."""
     readers = list(children)
-    while readers:
-        for reader in [r for r in readers if r in wait(readers)]:
+    while readers and pipe not in (ready := wait([*readers, pipe])):
+        for reader in [r for r in readers if r in ready]:
             try:
                 pipe.send(reader.recv())
             except EOFError:

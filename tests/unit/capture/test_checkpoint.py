@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.coverage_models import MODELS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from commands import call
 from tessera.capture import build, place_of, record_step
@@ -307,6 +308,20 @@ def test_shapes_alone_need_no_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
     assert record_step(Step(str(folder), "decode", 1, 8), "fake").launches
+
+
+def test_weights_that_stay_in_float32_do_so_without_values(tmp_path: Path) -> None:
+    """The correction of a router's scores, in a model of bfloat16."""
+    model = next(model for model in MODELS if model.name == "deepseek_v3")
+    config = AutoConfig.for_model(model.family, **model.sizes)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    step = Step(str(tmp_path), "decode", 1, 8)
+    with torch.device("meta"):
+        bare = build(step).weights()
+    types = {name: tensor.dtype for name, tensor in build(step).weights().items()}
+
+    assert {torch.bfloat16, torch.float32} == set(types.values())
+    assert types == {name: tensor.dtype for name, tensor in bare.items()}
 
 
 def test_an_error_of_two_lines_is_told_with_its_cause(folder: Path) -> None:

@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("diffusers")
 
+import diffusers
 from benchmarks.coverage_models import DIFFUSION, Model
 
 from tessera.capture import build, record
@@ -40,6 +42,20 @@ def test_a_denoiser_is_captured(kind: str, tmp_path: Path) -> None:
     assert same_bits(wanted["prediction"], replayed.outputs["prediction"])
     assert same_bits(state["latents"], replayed.state["latents"])
     assert not same_bits(before, state["latents"])
+
+
+@pytest.mark.parametrize("kind", ["PixArtTransformer2DModel", "WanTransformer3DModel"])
+def test_weights_have_the_types_of_their_library_without_values_too(kind: str, tmp_path: Path) -> None:
+    """Of most weights in the file; some layers of Wan stay in float32."""
+    model = getattr(diffusers, kind).from_config(a_model(kind).sizes).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    step = Step(str(tmp_path), "denoise", 1, 16)
+    with torch.device("meta"):
+        bare = build(step).weights()
+    types = {name: tensor.dtype for name, tensor in build(step).weights().items()}
+
+    assert types == {name: tensor.dtype for name, tensor in bare.items()}
+    assert (torch.float32 in types.values()) == ("Wan" in kind)
 
 
 def test_a_pipeline_means_its_denoiser(tmp_path: Path) -> None:

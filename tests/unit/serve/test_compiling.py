@@ -1,6 +1,7 @@
 """Compiled steps captured in processes of their own: the traces of this process; what is refused."""
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -81,6 +82,15 @@ def test_traces_come_in_the_order_of_the_steps(make: Make, monkeypatch: pytest.M
     assert min(4, len(os.sched_getaffinity(0))) == len({pid for pid, _ in found})
     assert "capturing 4 steps, left: 2, 8, 2, 8 tokens" == said[0]
     assert 4 == len(said)
+
+
+def test_capture_ends_when_nobody_waits_for_it(make: Make) -> None:
+    """Its processes end with it."""
+    here, there = Pipe()
+    children = compiling._fork(steps_of(make)[1], lambda step: time.sleep(60.0))  # type: ignore[arg-type,return-value]
+    here.close()
+    compiling._pass_on(children, there)
+    compiling._end(children)
 
 
 @pytest.mark.parametrize(

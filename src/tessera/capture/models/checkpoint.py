@@ -12,7 +12,7 @@ import re
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,6 +170,22 @@ def dtype_of(folder: Path) -> torch.dtype:
     """Type of the first weight that products have, as transformers chooses it."""
     names = (str(tensor.get_dtype()) for tensor in read_weights(folder).values())
     return next((DTYPES[name] for name in names if name in DTYPES), torch.float32)
+
+
+def widened(model: Any, names: Iterable[str]) -> Any:
+    """Weights with one of the names are in float32, as the model's library reads them."""
+    kept = [re.compile(name.replace("*", ".*")) for name in names]
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if (
+            tensor.is_floating_point()
+            and tensor.itemsize < 4
+            and any(pattern.search(name) for pattern in kept)
+        ):
+            path, _, key = name.rpartition(".")
+            wide = tensor.detach().float()  # types of fake parameters cannot be changed
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            setattr(model.get_submodule(path), key, torch.nn.Parameter(wide) if is_parameter else wide)
+    return model
 
 
 def weight_bytes(folder: Path) -> int:

@@ -7,6 +7,8 @@ refused. Built-in models use classifier-free guidance: each row runs twice.
 """
 
 import inspect
+import math
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -37,15 +39,21 @@ NUM_STEPS, SHIFT, GUIDANCE = 28, 3.0, 4.5
 
 def built_in(name: str, sizes: dict[str, Any], num_words: int, dtype: torch.dtype, step: Step) -> Workload:
     kind = getattr(extra_module("diffusers", "diffusers"), name)
-    with ExitStack() as stack, checkpoint.seeded(step.seed):
+    with checkpoint.seeded(step.seed):
+        module = _make(kind, sizes, dtype).eval()
+    _register(module)
+    return Denoiser(module, step, num_words, GUIDANCE).workload()
+
+
+def _make(kind: Any, sizes: dict[str, Any], dtype: torch.dtype) -> Any:
+    with ExitStack() as stack:
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(dtype)  # fake parameters cannot be converted later
-        module = kind(**sizes).eval()
+        module = kind.from_config(sizes)
     for part in module.modules():
         for key, buffer in part._buffers.items():
             part._buffers[key] = buffer.to(dtype) if buffer.is_floating_point() else buffer
-    _register(module)
-    return Denoiser(module, step, num_words, GUIDANCE).workload()
+    return checkpoint.widened(module, (rf"\b{name}\b" for name in kind._keep_in_fp32_modules or ()))
 
 
 def is_denoiser(folder: Path) -> bool:
@@ -82,12 +90,11 @@ def _load(folder: Path, settings: dict[str, Any], step: Step) -> Any:
         raise CaptureError(f"diffusers has no denoiser {name!r}", remedy, str(folder / "config.json"))
 
     def make() -> Any:
-        return kind.from_config(dict(settings))
+        return _make(kind, dict(settings), _dtype(folder))
 
     def give(tensors: checkpoint.Tensors) -> checkpoint.Filled:
         values = {key: held[...] for key, held in tensors.items()}
-        dtype = next((t.dtype for t in values.values() if t.is_floating_point()), torch.float32)
-        module = make().to(dtype)
+        module = make()
         parameters = module.state_dict()
         unlike = tuple(k for k, t in values.items() if k in parameters and parameters[k].shape != t.shape)
         module.load_state_dict({k: t for k, t in values.items() if k not in unlike}, strict=False)
@@ -96,6 +103,15 @@ def _load(folder: Path, settings: dict[str, Any], step: Step) -> Any:
     module = checkpoint.load(folder, step, f"a {name} cannot be built from it", make, give)
     _register(module)
     return module.eval()
+
+
+def _dtype(folder: Path) -> torch.dtype:
+    """Type of most weights."""
+    sizes = Counter[torch.dtype]()
+    for tensor in checkpoint.read_weights(folder).values():
+        dtype = checkpoint.DTYPES.get(str(tensor.get_dtype()), torch.float32)
+        sizes[dtype] += math.prod(tensor.get_shape())
+    return max(sizes, key=sizes.__getitem__, default=torch.float32)
 
 
 def _register(module: torch.nn.Module) -> None:

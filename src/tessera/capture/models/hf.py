@@ -156,7 +156,12 @@ def _model(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) -> 
     register_attention()
     kind = model_class(config)
     options, packing = {"attn_implementation": attention_of(kind), "dtype": dtype}, None
-    make = partial(kind._from_config, config, **options)
+
+    def make() -> Any:
+        model = kind._from_config(config, **options)
+        also = model._keep_in_fp32_modules if dtype is torch.float16 else None
+        return checkpoint.widened(model, (*(model._keep_in_fp32_modules_strict or ()), *(also or ())))
+
     if folder is None:
         with checkpoint.seeded(step.seed):
             model = make()
