@@ -63,8 +63,8 @@ def check_joined(graphs: Sequence[ir.Graph]) -> None:
                     f"'{buffer.name}' has {size} bytes in {first_kind} and {buffer.size_bytes} in {kind}",
                     "Capture all with one batch, encode and decode with the prefill's context + reserve.",
                 )
-        if kind == "encode":
-            sizes |= {name: (trace.buffers[view.buffer].size_bytes, kind) for name, view in trace.outputs}
+        for name, view in trace.outputs if kind == "encode" else ():
+            sizes[name] = (view.num_elements * ir.trace.item_bytes(view.dtype), kind)
 
 
 def price(unit: ir.WorkUnit, cluster: ir.Cluster) -> tuple[ir.Costs, ...]:

@@ -14,6 +14,7 @@ import tessera
 from sampling import some_of
 from tessera.capture import build, record
 from tessera.capture.models import steps_of_model
+from tessera.capture.models.examples import MAKERS
 from tessera.capture.models.hf import attention_of
 from tessera.errors import CaptureError
 from tessera.execute.reference import Replay, same_bits
@@ -110,6 +111,17 @@ def test_pictures_that_are_more_than_pixels_are_refused(tmp_path: Path) -> None:
         CaptureError, match=r"its pictures are more than pixels: .*image_sizes.*--step decode"
     ):
         build(step_of(str(tmp_path), "prefill"))
+
+
+def test_sound_of_a_prefill_is_as_long_as_that_of_its_decodes() -> None:
+    """As tokens of an encoder are: an encode of context + reserve gives what both read."""
+    random = torch.Generator()
+    for name, config in (
+        ("input_features", transformers.Speech2TextConfig()),
+        ("input_values", transformers.MoonshineConfig()),
+    ):
+        sizes = {MAKERS[name](config, step_of("", kind), random).shape for kind in ("prefill", "decode")}
+        assert 1 == len(sizes), name
 
 
 def test_inputs_of_a_file_are_those_of_the_first_request(tmp_path: Path) -> None:

@@ -364,7 +364,8 @@ def blamed(
 
 def blamed_for_run(model: str) -> AbstractContextManager[None]:
     """A folder's sizes may not fit."""
-    return blamed(Path(model), "its step cannot be run") if Path(model).is_dir() else nullcontext()
+    remedy = "Check config.json and --inputs"
+    return blamed(Path(model), "its step cannot be run", remedy) if Path(model).is_dir() else nullcontext()
 
 
 @contextmanager

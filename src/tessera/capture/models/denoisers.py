@@ -86,7 +86,7 @@ def _load(folder: Path, settings: dict[str, Any], step: Step) -> Any:
     is_model = isinstance(kind, type) and hasattr(kind, "forward")
     takes = inspect.signature(kind.forward).parameters if is_model else {}
     if not any(latents in takes for latents in LATENTS) or "timestep" not in takes:
-        remedy = "Name a transformer's or a UNet's folder."
+        remedy = f"Name a transformer or UNet of {' or '.join(LATENTS)} and timestep, or a module:callable."
         raise CaptureError(f"diffusers has no denoiser {name!r}", remedy, str(folder / "config.json"))
 
     def make() -> Any:

@@ -85,8 +85,8 @@ def _features(config: Any, step: Step, random: torch.Generator) -> torch.Tensor:
     bins = setting(config, ("num_mel_bins", "input_feat_per_channel", "feature_size"), 80)
     frames = getattr(config, "max_source_positions", None)
     if config.model_type == "whisper" or (getattr(config, "num_mel_bins", None) and frames):
-        return torch.randn((step.batch, bins, 2 * (frames or step.context)), generator=random)
-    return torch.randn((step.batch, step.context, bins), generator=random)
+        return torch.randn((step.batch, bins, 2 * (frames or step.context + step.reserve)), generator=random)
+    return torch.randn((step.batch, step.context + step.reserve, bins), generator=random)
 
 
 def _samples(config: Any, step: Step, random: torch.Generator) -> torch.Tensor:
@@ -94,7 +94,7 @@ def _samples(config: Any, step: Step, random: torch.Generator) -> torch.Tensor:
     if bins and length and not hasattr(config, "conv_stride"):
         return torch.randn((step.batch, length, bins), generator=random)
     stride = prod(getattr(config, "conv_stride", None) or getattr(config, "upsampling_ratios", None) or [320])
-    return torch.randn((step.batch, stride * step.context + stride), generator=random)
+    return torch.randn((step.batch, stride * (step.context + step.reserve + 1)), generator=random)
 
 
 def _boxes(config: Any, step: Step, random: torch.Generator) -> torch.Tensor:
