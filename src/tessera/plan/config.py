@@ -19,9 +19,8 @@ class SearchConfig:
     # Smaller lanes are dropped.
     min_share: float = 1e-3
 
-    # Byte prices tried until a placement fits: two devices, more.
+    # Byte prices tried until a placement fits.
     max_memory_tries: int = 40
-    few_memory_tries: int = 8
     # Pricing rounds with memory rows; penalty for exceeding memory.
     max_memory_rounds: int = 30
     memory_penalty: float = 10.0

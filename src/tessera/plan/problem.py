@@ -11,11 +11,12 @@ rates, so some optimum loads them equally, and the linear program over one devic
 optimum. Not handled: buses; there every device is its own kind.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import cycle, islice, product
 from math import gcd, lcm, prod
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from tessera.plan import arrays
 from tessera.plan.arrays import Bools, Floats, Holdings, Ints, Labels, Temporaries, Values
 from tessera.plan.constraints import Constraint, allowed, layers_of
 
+Result = TypeVar("Result")
 MESSAGE_US = 1.0
 # Price changes in `spread_us`.
 SPREAD_ROUNDS = 39
@@ -195,6 +197,17 @@ class Problem:
             held |= present
             each.append(per_microbatch)
         return np.asarray(self.weights.num_bytes @ held, dtype=np.float64), np.array(each).reshape(-1, num)
+
+    def once(self, key: object, make: Callable[[], Result]) -> Result:
+        """Makes it for the first pool that asks: pools differ in microbatches."""
+        if key not in self._results:
+            self._results[key] = make()
+        result: Result = self._results[key]
+        return result
+
+    @cached_property
+    def _results(self) -> dict[object, Any]:
+        return {}
 
     @cached_property
     def _held(self) -> dict[Column, tuple[Bools, Floats]]:

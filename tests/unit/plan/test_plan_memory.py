@@ -11,7 +11,8 @@ from tessera import ir
 from tessera.errors import PlanInfeasible
 from tessera.plan import PlanConfig, solve
 from tessera.plan.arrays import temporaries_of
-from tessera.plan.pricing.throughput import Pool
+from tessera.plan.pricing.pricer import Pricer
+from tessera.plan.pricing.throughput import Pool, seed
 from tessera.plan.problem import Mix, Problem, build
 from tessera.simulate import SteadyRates
 
@@ -216,3 +217,17 @@ def test_a_model_that_needs_both_of_two_alike_devices_is_planned() -> None:
     plan = solve(problem.unit, problem.costs, problem.cluster, config, SteadyRates())
 
     assert (0, 1, 2) == plan.used
+
+
+def test_pools_of_a_problem_seek_placements_that_fit_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool for fewer requests in flight takes those of a pool for more."""
+    problem = build(*layered_case(memory=[200 * MiB, 260 * MiB]))
+    first, second = Pool(problem, 8), Pool(problem, 2)
+    assert first.is_tight
+    seed(first)
+    monkeypatch.setattr(Pricer, "cheapest", None)
+
+    seed(second)
+
+    assert second.columns
+    assert set(second.columns) <= set(first.columns)

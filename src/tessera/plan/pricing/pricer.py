@@ -27,7 +27,7 @@ a lower bound. A value with too many readers is charged to each in equal parts, 
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from itertools import count, pairwise
 from typing import Any
@@ -248,8 +248,6 @@ class Prices:
 class Pricer:
     problem: Problem
     config: SearchConfig = FULL
-    # By whether residents are priced.
-    _solvers: dict[bool, Cut | Elimination] = field(default_factory=dict)
 
     def cheapest(self, prices: Prices) -> tuple[Labels, float]:
         """(placement, proved lower bound of its cost)."""
@@ -267,15 +265,15 @@ class Pricer:
         return self._solver(prices.memory is not None).solve(node_cost, move, held)
 
     def _solver(self, has_residents: bool) -> Cut | Elimination:
-        if has_residents not in self._solvers:
-            num_nodes, num = self.problem.num_nodes, self.problem.num_devices
+        num_nodes, num = self.problem.num_nodes, self.problem.num_devices
+        most = self.config.max_memory_entries if has_residents else self.config.max_entries
+
+        def make() -> Cut | Elimination:
             edges = _edges(self.problem, has_residents)
-            most = self.config.max_memory_entries if has_residents else self.config.max_entries
             widest = next(n for n in count(1) if num ** (n + 1) > most)
-            self._solvers[has_residents] = (
-                cut(num_nodes, *edges) if num == 2 else Elimination(num_nodes, num, *edges, widest)
-            )
-        return self._solvers[has_residents]
+            return cut(num_nodes, *edges) if num == 2 else Elimination(num_nodes, num, *edges, widest)
+
+        return self.problem.once(("solver", has_residents, most), make)
 
 
 def _edges(problem: Problem, has_residents: bool) -> tuple[Ints, Ints, Ints]:

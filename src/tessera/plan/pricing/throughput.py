@@ -19,7 +19,7 @@ The program is solved thousands of times: a dense simplex (`maximised`) takes 0.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -65,7 +65,7 @@ class Pool:
 
     @cached_property
     def kinds(self) -> Kinds | None:
-        return kinds_of(self.problem)
+        return self.problem.once("kinds", lambda: kinds_of(self.problem))
 
     @cached_property
     def part(self) -> "Pool":
@@ -132,8 +132,7 @@ class Pool:
         total_bytes = max(1.0, float(prob.resident(microbatches).num_bytes.sum()))
         step = np.full(num, 1e-3 * float(_costs([column], free)[0]) / total_bytes)
         memory, last = np.zeros(num), np.zeros(num)
-        tries = config.max_memory_tries if num == 2 or not self.columns else config.few_memory_tries
-        for _ in range(tries):
+        for _ in range(config.max_memory_tries):
             excess = prob.excess_bytes((column,), microbatches)
             if (excess <= 0).all():
                 break
@@ -153,7 +152,7 @@ def seed(pool: Pool) -> None:
     prob = pool.problem
     is_few = prob.num_nodes * prob.num_devices <= pool.config.few_choices
     for microbatches in range(pool.microbatches, 0, -1):
-        pool.add(pool.fitting(microbatches))
+        pool.add(prob.once(("fitting", microbatches, pool.config), partial(pool.fitting, microbatches)))
         if microbatches in (1, pool.microbatches) and is_few:
             best = milp.best_placement(prob, microbatches)
             _ = best is not None and pool.add(best[0])
