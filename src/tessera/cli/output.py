@@ -210,7 +210,8 @@ def _check(ctx: typer.Context) -> None:
     for param in ctx.command.params:
         value = ctx.params.get(param.name)
         if isinstance(value, float) and not math.isfinite(value):
-            raise TesseraError(f"must be a finite number, got {value:g}", place=param.opts[0])
+            message = f"must be a finite number, got {value:g}"
+            raise TesseraError(message, "Leave it out, or see --help.", param.opts[0])
 
 
 def needs(other: str) -> Callable[..., Any]:
@@ -229,7 +230,7 @@ def option_name(param: typer.CallbackParam) -> str:
 
 def positive(param: typer.CallbackParam, value: float | None) -> float | None:
     if value is not None and not value > 0:
-        raise TesseraError(f"must be above 0, got {value:g}", place=option_name(param))
+        raise TesseraError(f"must be above 0, got {value:g}", "See --help.", option_name(param))
     return value
 
 

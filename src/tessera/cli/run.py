@@ -117,7 +117,7 @@ def run(
     transport: TransportOption = "auto",
     timeout: Annotated[
         float | None,
-        option("Seconds after which a worker that blocks a step counts as lost.", default="none; on GPUs 60"),
+        option("Seconds until a worker that blocks a step is lost.", default="none; on GPUs 60", min=1e-3),
     ] = None,
     switch_every: Annotated[int, option("Requests between two switches of the policy.", min=1)] = 8,
 ) -> RunReport | None:
