@@ -278,14 +278,16 @@ class ReferenceRun:
 
 @threads(1)
 def run_reference(unit: ir.WorkUnit, request: UnitRequest, run: RunStep | None = None) -> ReferenceRun:
-    """On one thread, as in workers; by default the model's own code."""
+    """On one thread, as in workers; by default the model's own code. State is that of the last step."""
     state = {name: tensor.clone() for name, tensor in request.state().items()}
     outputs: list[dict[str, torch.Tensor]] = []
     for step, count in enumerate(unit.counts):
         for number in range(count):
             inputs = request.inputs(step, number, outputs[-1] if outputs else {})
             outputs.append((run or request.run)(step, inputs, state))
-    return ReferenceRun(outputs, state)
+    last = [buffer for graph in unit.graphs[-1:] for buffer in graph.trace.buffers]
+    kept = {buffer.name for buffer in last if buffer.kind is ir.BufferKind.STATE}
+    return ReferenceRun(outputs, {name: tensor for name, tensor in state.items() if name in kept})
 
 
 def make_timer(trace: ir.Trace, device: ir.Device, stream: Any = None) -> Timer:

@@ -2,8 +2,10 @@
 
 import functools
 import random
+from dataclasses import replace
 
 import pytest
+import torch
 
 import families
 from factories import make_cluster, make_plan
@@ -66,3 +68,16 @@ def test_a_divided_family_gives_the_reference_bits(model: str, transport: str) -
         results = run_offline(stepper, requests(model)).results
 
     assert all(is_equal(one, other) for one, other in zip(references(model), results, strict=True))
+
+
+def test_a_reference_run_has_the_state_of_the_last_step() -> None:
+    """As workers return it: a step before may draw from a generator that the last one does not have."""
+
+    class Drawing(UnitRequest):
+        def state(self) -> dict[str, torch.Tensor]:
+            return {"latents": torch.zeros(2), "rng:cpu": torch.zeros(2)}
+
+    once = replace(unit("tiny-sd3.5"), counts=(1,))
+    ran = run_reference(once, Drawing((), {}, 0), lambda step, inputs, state: {})
+
+    assert {"latents"} == set(ran.state)
