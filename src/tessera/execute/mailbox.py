@@ -366,7 +366,9 @@ class Mailbox:
     def _connection(self, end: _End, name: bytes, frame: zmq.Frame) -> PeerConnection:
         connection = end.by_name.get(name)
         if connection is None:
-            host = str(frame.get("Peer-Address")) if end.socket.curve_server else ""
+            with self._lock:
+                is_remote = not end.socket.closed and end.socket.curve_server
+            host = str(frame.get("Peer-Address")) if is_remote else ""
             connection = end.by_name[name] = PeerConnection(self, end, name, host)
             fd = int(frame.get(zmq.SRCFD))
             # An earlier connection of this descriptor is closed before it is used again.
@@ -388,7 +390,8 @@ class Mailbox:
     def _read_monitor(self, end: _End) -> None:
         while True:
             try:
-                event = recv_monitor_message(end.monitor, zmq.NOBLOCK)
+                with self._lock:  # or the library ends the process if another thread closes it meanwhile
+                    event = recv_monitor_message(end.monitor, zmq.NOBLOCK)
             except zmq.ZMQError:
                 return
             kind, value = int(event["event"]), int(event["value"])
