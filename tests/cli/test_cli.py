@@ -326,7 +326,7 @@ def test_steps_that_do_not_fit_together_are_refused(
     )
 
     assert 2 == code
-    assert "same batch" in " ".join(err.split())
+    assert "with one batch" in " ".join(err.split())
 
 
 def test_a_plan_can_be_loaded_and_compared(folder: Path) -> None:
