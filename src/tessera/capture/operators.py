@@ -106,7 +106,7 @@ def contents(tensor: torch.Tensor) -> str:
     if value is None:
         return ""
     with unset_fake_temporarily():
-        # An empty tensor is a constant too: its contents are not no text.
+        # An empty tensor is a constant too; no text means none.
         return bytes(raw(value, 0, value.untyped_storage().nbytes()).tolist()).hex() or "00"
 
 

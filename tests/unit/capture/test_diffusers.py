@@ -46,7 +46,7 @@ def test_a_denoiser_is_captured(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["PixArtTransformer2DModel", "WanTransformer3DModel"])
 def test_weights_have_the_types_of_their_library_without_values_too(kind: str, tmp_path: Path) -> None:
-    """Of most weights in the file; some layers of Wan stay in float32."""
+    """The type of most weights in the file; some layers of Wan stay in float32."""
     model = getattr(diffusers, kind).from_config(a_model(kind).sizes).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     step = Step(str(tmp_path), "denoise", 1, 16)
@@ -56,6 +56,17 @@ def test_weights_have_the_types_of_their_library_without_values_too(kind: str, t
 
     assert types == {name: tensor.dtype for name, tensor in bare.items()}
     assert (torch.float32 in types.values()) == ("Wan" in kind)
+
+
+def test_files_that_were_not_downloaded_are_not_needed_for_shapes(tmp_path: Path) -> None:
+    """An index alone, without values."""
+    a_model("DiTTransformer2DModel").write(tmp_path)
+    index = {"weight_map": {"proj.weight": "diffusion_pytorch_model-00001-of-00001.safetensors"}}
+    (tmp_path / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+    with torch.device("meta"):
+        weights = build(Step(str(tmp_path), "denoise", 1, 16)).weights()
+
+    assert {torch.float32} == {tensor.dtype for tensor in weights.values()}
 
 
 def test_a_pipeline_means_its_denoiser(tmp_path: Path) -> None:

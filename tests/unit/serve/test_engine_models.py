@@ -103,7 +103,7 @@ def test_greedy_is_the_same_with_few_pages_and_shared_beginnings(model: ServedMo
 def test_short_prompts_in_steps_of_answers_are_continued_as_by_generate(
     model: ServedModel, reference: Any
 ) -> None:
-    """Of 16 rows, some are tokens of one prompt, behind a window too."""
+    """Some of 16 rows are tokens of one prompt, behind a window too."""
     wide = served(model.model, ServeSpec(microbatches=1, rows=16, capacity=64, max_batch_tokens=32))
     rng = random.Random(6)
     prompts = [tuple(rng.randrange(256) for _ in range(length)) for length in (3, 5, 14, 34, 37)]

@@ -176,11 +176,8 @@ def widened(model: Any, names: Iterable[str]) -> Any:
     """Weights with one of the names are in float32, as the model's library reads them."""
     kept = [re.compile(name.replace("*", ".*")) for name in names]
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if (
-            tensor.is_floating_point()
-            and tensor.itemsize < 4
-            and any(pattern.search(name) for pattern in kept)
-        ):
+        is_short = tensor.is_floating_point() and tensor.itemsize < 4
+        if is_short and any(pattern.search(name) for pattern in kept):
             path, _, key = name.rpartition(".")
             wide = tensor.detach().float()  # types of fake parameters cannot be changed
             is_parameter = isinstance(tensor, torch.nn.Parameter)

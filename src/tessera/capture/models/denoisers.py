@@ -9,7 +9,7 @@ refused. Built-in models use classifier-free guidance: each row runs twice.
 import inspect
 import math
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +106,12 @@ def _load(folder: Path, settings: dict[str, Any], step: Step) -> Any:
 
 
 def _dtype(folder: Path) -> torch.dtype:
-    """Type of most weights."""
+    """Type of most weights; float32 if no file can be read, which matters only where values are needed."""
     sizes = Counter[torch.dtype]()
-    for tensor in checkpoint.read_weights(folder).values():
-        dtype = checkpoint.DTYPES.get(str(tensor.get_dtype()), torch.float32)
-        sizes[dtype] += math.prod(tensor.get_shape())
+    with suppress(CaptureError):
+        for tensor in checkpoint.read_weights(folder).values():
+            dtype = checkpoint.DTYPES.get(str(tensor.get_dtype()), torch.float32)
+            sizes[dtype] += math.prod(tensor.get_shape())
     return max(sizes, key=sizes.__getitem__, default=torch.float32)
 
 
