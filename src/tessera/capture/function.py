@@ -27,7 +27,7 @@ from tessera.capture.fxgraph import GraphStep
 from tessera.capture.holders import Before, Finder, Held, PyState, PyValue, line_that_changes, root
 from tessera.capture.operators import check_resolved, check_tensor, flat_bytes, is_lazy
 from tessera.capture.own import standing_for
-from tessera.capture.reads import traced
+from tessera.capture.reads import recording, traced
 from tessera.capture.recorder import Watch
 from tessera.capture.workload import Tensors, Workload, fresh_tensor
 from tessera.errors import CaptureError, MismatchError
@@ -365,8 +365,9 @@ class FunctionWorkload(Workload):
 
 
 def workload(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> FunctionWorkload:
-    function = FunctionCall(fn, args, kwargs)
-    return _as_step(function, function.bind(args, kwargs))
+    with recording:
+        function = FunctionCall(fn, args, kwargs)
+        return _as_step(function, function.bind(args, kwargs))
 
 
 def module_workload(

@@ -259,6 +259,28 @@ def test_threads_record_one_after_the_other() -> None:
     assert torch.nn.functional.one_hot is one_hot
 
 
+def test_threads_that_record_one_module_leave_its_state_as_it_was() -> None:
+    """One at a time finds, changes and puts back what the module holds."""
+    waits = threading.Event()
+
+    class Slow(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.get_buffer("count").add_(1)
+            waits.wait(0.002)
+            return x + self.get_buffer("count")
+
+    slow = Slow()
+    with ThreadPoolExecutor(2) as pool:
+        recorded = [pool.submit(tessera.capture, slow, torch.ones(2)) for _ in range(8)]
+        assert len({recording.result().launches for recording in recorded}) == 1
+
+    assert torch.equal(torch.zeros(2), slow.get_buffer("count"))
+
+
 def test_arguments_that_share_memory_are_one_buffer() -> None:
     """What is written through one view is read through the other."""
 
