@@ -87,10 +87,18 @@ def test_traces_come_in_the_order_of_the_steps(make: Make, monkeypatch: pytest.M
 def test_capture_ends_when_nobody_waits_for_it(make: Make) -> None:
     """Its processes end with it."""
     here, there = Pipe()
-    children = compiling._fork(steps_of(make)[1], lambda step: time.sleep(60.0))  # type: ignore[arg-type,return-value]
+
+    def record(step: Step) -> Trace:
+        here.close()  # a fork of this process has it too
+        time.sleep(60.0)
+        raise AssertionError
+
+    children = compiling._fork(steps_of(make)[1], record)
     here.close()
+    begun = time.monotonic()
     compiling._pass_on(children, there)
     compiling._end(children)
+    assert time.monotonic() - begun < 30.0
 
 
 @pytest.mark.parametrize(
