@@ -73,19 +73,14 @@ class Router(Scheduler[ActiveRequest]):
         self._switched_s: float | None = None
         super().__init__(stepper, self._make_content, config, watcher)
 
-    @property
-    def service_plan(self) -> ServicePlan:
-        return self.policies[self.policy]
-
-    @property
-    def groups(self) -> list[RoutedGroup]:
-        return self._groups[self.policy]
-
     def _measure(self) -> None:
         if not self._groups:
             lanes = {id(lane.plan): lane for lane in self.stepper.lanes.all}
             self._groups = [[self._routed(g, lanes[id(g.plan)]) for g in p.groups] for p in self.policies]
+        self.service_plan, self.groups = self.policies[self.policy], self._groups[self.policy]
         self.plan = self.service_plan.groups[0].plan
+        for group in self.groups:
+            self.pool_of(group)
 
     def _routed(self, group: Group, lane: LoadedLane) -> RoutedGroup:
         costs, shape, steps = self._costs_of(lane), self._shape.of_group(group), Steps.of(group.plan)
@@ -178,8 +173,10 @@ class Router(Scheduler[ActiveRequest]):
         return self.pools[group.home]
 
     def every_pool(self) -> list[PagePool]:
-        shared = [pool for group in self.groups if (pool := self.pool_of(group)) is not None]
-        others = [batch_of(m).pool for m in list(self.microbatches.values()) if self.group_of(m).home is None]
+        """Those of current groups and of open microbatches; thread-safe."""
+        homes = dict(self.pools)
+        shared = [homes[group.home] for group in self.groups if group.home in homes]
+        others = [batch_of(microbatch).pool for microbatch in list(self.microbatches.values())]
         return list({id(pool): pool for pool in (*shared, *others)}.values())
 
     def views(self) -> tuple[GroupView, ...]:

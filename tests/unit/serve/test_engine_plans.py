@@ -29,9 +29,11 @@ from tessera.adapt.controller import Change, Replanned
 from tessera.adapt.drift import Factors
 from tessera.errors import PlanInfeasible
 from tessera.ir import DeviceKind, Group, Lane, Load, Placement, Role, ServicePlan
+from tessera.serve.groups import RoutedGroup
 from tessera.serve.policies import recosted
 from tessera.serve.records import Ask
 from tessera.serve.rehearse import rated
+from tessera.serve.router import Router
 
 LONG = Ask((1, 2, 3), 45, GREEDY, ignores_end=True)
 STEPS = len(SHAPE.sizes)
@@ -123,6 +125,25 @@ def test_where_there_is_no_plan_without_it_the_device_is_waited_for() -> None:
 
     assert expected(LONG) == told.what
     assert any("no plans without toy:1: it does not fit" in line for line in said)
+
+
+def test_the_state_can_be_read_while_plans_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads read it at any moment: here while new groups are made, of fewer policies."""
+    seen: list[str] = []
+    routed = Router._routed
+
+    def watched(router: Router, *what: Any) -> RoutedGroup:
+        seen.append(service.snapshot().policy)
+        return routed(router, *what)
+
+    with ToyStepper() as stepper:
+        service = service_of(stepper)
+        service.switch("wide")
+        monkeypatch.setattr(Router, "_routed", watched)
+        service._engine.load(toy_policies(("quick",)))
+
+    assert {"wide"} == set(seen)
+    assert "quick" == service.snapshot().policy
 
 
 def capability(name: str = "quick") -> Capability:
