@@ -28,7 +28,7 @@ import torch  # noqa: E402
 import tessera  # noqa: E402
 from tessera.capture import holders, operators, reads, record_step, recorder, rng  # noqa: E402
 from tessera.errors import CaptureError  # noqa: E402
-from tessera.ir import Step  # noqa: E402
+from tessera.ir import Step, Trace  # noqa: E402
 
 record = importlib.import_module("tessera.capture.record")
 Run = Callable[[], object]
@@ -39,7 +39,7 @@ DEFENCES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     "profiling hook": ((record, "calls_refused", nullcontext),),
     "Python state": ((holders.Before, "changed", lambda self: None),),
     "arrays over tensors": ((holders.PyState, "refuse_shared", lambda self, tensors: None),),
-    "recording again": ((record, "first_difference", lambda one, other: None),),
+    "recording again": ((Trace, "__eq__", lambda one, other: True),),
     "operators that answer the host": ((operators, "_answers_the_host", lambda func: False),),
     "operators sized by values": ((operators, "_sizes_by_value", lambda func: False),),
     "tensors of earlier calls": ((recorder, "keep_apart", lambda storages: None),),

@@ -118,12 +118,6 @@ class _Nodes(torch.fx.Interpreter):
         except CaptureError as error:
             raise CaptureError(error.message, error.remedy, place_of(n)) from error
 
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Functions of linear algebra are called as `reads` has replaced them."""
-        if getattr(target, "__module__", "") == "torch._C._linalg":
-            target = getattr(torch.linalg, target.__name__.removeprefix("linalg_"), target)
-        return super().call_function(target, args, kwargs)
-
 
 def place_of(node: torch.fx.Node) -> str:
     """The model's line; its module where all lines are torch's."""

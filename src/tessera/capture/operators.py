@@ -256,14 +256,6 @@ def is_users(filename: str) -> bool:
     return is_program(filename) and _PACKAGES not in filename
 
 
-def without_vectors(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """LAPACK computes values alone by another algorithm, with other last bits. A backward needs vectors."""
-    is_whole = func in (torch.ops.aten._linalg_svd.default, torch.ops.aten._linalg_eigh.default)
-    if not is_whole or (torch.is_grad_enabled() and args[0].requires_grad):
-        return args
-    return args[0], (*args, func._schema.arguments[1].default_value)[1], False
-
-
 def check_operator(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], varies: Callable[[Any], bool]
 ) -> None:

@@ -1,11 +1,12 @@
 """Kernels that a program launches itself, without the dispatcher.
 
-    with own_launches(see):        `see` gets every launch of a CudaKernel or Triton kernel first
-    with own_launches():           they run on the device of their tensors
+    with own_launches():           CudaKernels and Triton kernels run on the device of their tensors
     with inductor_launches(see):   `see` gets every launch of an Inductor-made kernel, after it ran
 
+The innermost dispatch mode of the thread that has a method `own_launch` gets every launch first.
+
 A launch runs on a GPU, in the PTX interpreter on a CPU, and not at all on fake tensors. Kernels launched by
-an operator belong to it (`inside_operator`). Without a GPU, Triton compiles for `TARGET` and an autotuner
+an operator belong to it. Without a GPU, Triton compiles for `TARGET` and an autotuner
 takes its first configuration.
 
 A `CudaKernel` is a kernel of PTX or CUDA C++ that a program launches itself:
@@ -33,6 +34,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import unittest.mock
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,11 +46,12 @@ from typing import Any, NoReturn
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from tessera.capture.blocks import part_of, raw
 from tessera.capture.offline import compiling_for
 from tessera.capture.operators import fail
-from tessera.capture.reads import reads_allowed
+from tessera.capture.reads import is_traced, reads_allowed, recording
 from tessera.errors import CaptureError
 from tessera.ir import Kernel, Origin
 from tessera.kernels.launch import Grid, run_kernel, three
@@ -170,11 +173,10 @@ def block_of(kernel: Kernel) -> Grid:
     return x, y, z
 
 
-# May return a function to call after the launch.
-See = Callable[[OwnLaunch], Callable[[], None] | None]
-
-
-_observers: list[See | None] = []
+def _observer() -> Any:
+    """The mode of this thread that records launches; none inside an operator, whose launches are its own."""
+    modes = _get_current_dispatch_mode_stack()
+    return next((mode for mode in reversed(modes) if hasattr(mode, "own_launch")), None)
 
 
 def tensors_in(arg: Any) -> list[torch.Tensor]:
@@ -183,11 +185,11 @@ def tensors_in(arg: Any) -> list[torch.Tensor]:
 
 
 def launch(seen: OwnLaunch, native: Callable[[], None] | None = None) -> None:
-    see = _observers[-1] if _observers else None
+    observer = _observer()
     tensors = seen.tensors
-    if see is not None or not any(t.is_cuda for t in tensors):
+    if observer is not None or not any(t.is_cuda for t in tensors):
         seen = _with_tables(seen)
-    after = see(seen) if see is not None else None
+    after = observer.own_launch(seen) if observer is not None else None
     if not any(isinstance(t, FakeTensor) for t in tensors):
         with reads_allowed():
             if native is not None and any(t.is_cuda for t in tensors):
@@ -229,23 +231,18 @@ def unchanged(name: str, tensors: Sequence[torch.Tensor]) -> Callable[[], None] 
 
 
 @contextlib.contextmanager
-def own_launches(see: See | None = None) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        if "triton" in sys.modules:  # a program with Triton kernels has imported it
-            stack.enter_context(triton_anywhere())
-        if see is not None:
-            stack.enter_context(_unknown_refused())
-        stack.enter_context(_observed_by(see))
+def own_launches() -> Iterator[None]:
+    # A program with Triton kernels has imported it.
+    kernels = triton_anywhere() if "triton" in sys.modules else contextlib.nullcontext()
+    with recording, kernels, _unknown_refused():
         yield
 
 
-@contextlib.contextmanager
-def _observed_by(see: See | None) -> Iterator[None]:
-    _observers.append(see)
-    try:
-        yield
-    finally:
-        _observers.pop()
+class _Tuning(threading.local):
+    depth = 0
+
+
+_tuning = _Tuning()
 
 
 @contextlib.contextmanager
@@ -254,10 +251,9 @@ def triton_anywhere() -> Iterator[None]:
     from triton.runtime.jit import JITFunction
 
     run_kernel, try_config, tune = JITFunction.run, Autotuner._bench, Autotuner.run
-    trying = [0]
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        if warmup or trying[0]:
+        if warmup or _tuning.depth:
             with reads_allowed():
                 return run_kernel(self, *args, grid=grid, warmup=warmup, **kwargs)
         # Triton checks address alignment; fakes are always aligned.
@@ -269,11 +265,11 @@ def triton_anywhere() -> Iterator[None]:
         return compiled
 
     def bench(self: Any, *args: Any, **kwargs: Any) -> Any:
-        trying[0] += 1
+        _tuning.depth += 1
         try:
             return try_config(self, *args, **kwargs)
         finally:
-            trying[0] -= 1
+            _tuning.depth -= 1
 
     def take_first(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = self.configs[0]
@@ -289,20 +285,17 @@ def triton_anywhere() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def inside_operator() -> Iterator[None]:
-    """Launches and reads of an operator's code belong to it."""
-    with _observed_by(None), reads_allowed():
-        yield
-
-
 def _unknown_refused() -> contextlib.AbstractContextManager[Any]:
     """Accesses of kernels that torch compiled by NVRTC are unknown."""
     from torch.cuda import _utils
 
+    call: Any = _utils._CudaKernel.__call__
+
     def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
-        message = "a kernel of torch.cuda._compile_kernel is launched, whose code is not kept"
-        fail(message, "Make it with tessera.CudaKernel(source, name).")
+        if _observer() is not None:
+            message = "a kernel of torch.cuda._compile_kernel is launched, whose code is not kept"
+            fail(message, "Make it with tessera.CudaKernel(source, name).")
+        call(self, *args, **kwargs)
 
     return unittest.mock.patch.object(_utils._CudaKernel, "__call__", refuse)
 
@@ -338,7 +331,7 @@ def read_table(table: torch.Tensor) -> tuple[torch.Tensor | int, ...] | str:
 def _entry(address: int, memory: Sequence[tuple[int, int, torch.Tensor]]) -> torch.Tensor | int | None:
     if abs(address) < FAR:
         return address
-    for old, new in _moved:
+    for old, new in _moved if is_traced() else ():
         start, extent = address - old.data_ptr(), part_of(old)
         if 0 <= start < extent.stop - extent.start:
             return raw(new, part_of(new).start + start, new.untyped_storage().nbytes())

@@ -9,7 +9,9 @@ read of a tensor that depends on the request is refused with its line:
   clocks     time, datetime, os.urandom: different in every call
 
 Methods of torch's classes are replaced while a thread records; Python's profiling hook sees clocks and
-methods saved earlier (docs/capture.md). While `traced`, libraries do not check inputs by value.
+methods saved earlier (docs/capture.md). Functions of torch are met in the dispatcher, by whatever name they
+are called, at a key that only the recording thread has. While `traced`, libraries do not check inputs by
+value.
 """
 
 import datetime
@@ -20,13 +22,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.distributions import Distribution
-from torch.nn.functional import one_hot
+from torch.library import Library, fallthrough_kernel
 from torch.utils import dlpack
 
 from tessera.capture.operators import fail, is_program, is_python, is_users, refuse_read
@@ -36,6 +40,7 @@ recording = threading.RLock()
 IMPORTS = "transformers.utils.import_utils"
 ANSWER = "is_jit_tracing"  # behind `is_tracing`, wherever imported
 NO_CHECKS = "TRANSFORMERS_DISABLE_TORCH_CHECK"
+VALIDATES = "_validate_args"
 VALUE = "reads"
 ADDRESS = "exposes a tensor's memory, where reads are not seen"
 _WITHIN = "Compute with torch's operators, or make a custom operator of it (torch.library.custom_op)."
@@ -52,11 +57,9 @@ _CLOCKS: frozenset[Any] = frozenset(
 _TO_DLPACK = dlpack.to_dlpack  # type: ignore[attr-defined]
 
 
-def _classes(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """`one_hot`, which reads its values on a CPU to check them, and without `num_classes` to count them."""
-    if num_classes < 0:
-        return one_hot(tensor)
-    return (tensor[..., None] == torch.arange(num_classes, device=tensor.device)).long()
+def is_traced() -> bool:
+    """Whether this thread traces, or computes gradients for one that does."""
+    return bool(torch._C._dispatch_tls_is_dispatch_key_included(_KEY))
 
 
 @contextmanager
@@ -64,30 +67,41 @@ def traced() -> Iterator[None]:
     """Values are not checked: by distributions, by one_hot, nor by transformers where it is imported."""
     with (
         recording,
-        patch.object(Distribution, "_validate_args", False),
-        patch.object(torch.nn.functional, "one_hot", _classes),
+        torch._C._IncludeDispatchKeyGuard(_KEY),
+        patch.object(Distribution, VALIDATES, _ValidatesElsewhere(vars(Distribution)[VALIDATES])),
         _transformers_traced(),
     ):
         yield
 
 
+@dataclass(frozen=True)
+class _ValidatesElsewhere:
+    before: Any
+
+    def __get__(self, distribution: Distribution | None, kind: type[Distribution]) -> bool:
+        return self.before is not False and not is_traced()
+
+
 @contextmanager
 def _transformers_traced() -> Iterator[None]:
-    module = sys.modules.get(IMPORTS)
+    module: Any = sys.modules.get(IMPORTS)
     checks = os.environ.get(NO_CHECKS)
     if not hasattr(module, ANSWER):
         yield
         return
-    thread = threading.get_ident()
+    answer: Callable[[], bool] = getattr(module, ANSWER)
     written: Callable[[torch.Tensor, str], str] = torch.Tensor.__format__
 
     def write(tensor: torch.Tensor, how: str) -> str:
-        is_mine = threading.get_ident() == thread and not is_users(sys._getframe(1).f_code.co_filename)
+        is_mine = is_traced() and not is_users(sys._getframe(1).f_code.co_filename)
         return "tensor" if is_mine else written(tensor, how)
 
     os.environ[NO_CHECKS] = "1"
     try:
-        with patch.object(module, ANSWER, lambda: True), patch.object(torch.Tensor, "__format__", write):
+        with (
+            patch.object(module, ANSWER, lambda: is_traced() or answer()),
+            patch.object(torch.Tensor, "__format__", write),
+        ):
             yield
     finally:
         os.environ.pop(NO_CHECKS)
@@ -102,7 +116,6 @@ class _Reader:
     owner: Any
     name: str
     effect: str = VALUE
-    first_tensor: int = 0
 
     @property
     def label(self) -> str:
@@ -122,51 +135,26 @@ _READERS = (
     *(_Reader(torch.Tensor, name, ADDRESS) for name in _ADDRESSES),
     *(_Reader(torch.UntypedStorage, name, ADDRESS) for name in _STORAGE),
     *(_Reader(owner, "to_dlpack", ADDRESS) for owner in (torch, dlpack)),
-    *(_Reader(owner, "tensor_split", first_tensor=1) for owner in (torch, torch.Tensor)),
-    _Reader(torch, "ctc_loss", first_tensor=2),
 )
-
-_READER_METHODS = {r.name: r for r in _READERS if not r.first_tensor and isinstance(r.owner, type)}
-
-
-# They compute singular values or eigenvalues alone; under a dispatch mode torch computes vectors too.
-_VALUES_ONLY = (
-    (torch, "norm"), (torch, "nuclear_norm"),
-    *((torch.linalg, n) for n in ("cond", "eigvalsh", "matrix_norm", "matrix_rank", "norm", "svdvals")),
-)  # fmt: skip
+_READER_METHODS = {r.name: r for r in _READERS if isinstance(r.owner, type)}
 
 
 class _Thread(threading.local):
     varies: Varies | None = None
-    needs_vectors = True
 
 
 _thread = _Thread()
 # Made once: the hook sees every call of a step.
 _HOLDERS, _OF_FUNCTIONS = (torch.Tensor, torch.UntypedStorage), (type(sys), type, type(None))
-_lock = threading.Lock()
-_patches = ExitStack()
-_active: list[Varies] = []
 
 
 @contextmanager
 def reads_refused(varies: Varies) -> Iterator[None]:
-    with _lock:
-        _active.append(varies)
-        if len(_active) == 1:
-            for reader in _READERS:
-                if hasattr(reader.owner, reader.name):
-                    _patches.enter_context(_checked(reader))
-            for owner, name in _VALUES_ONLY:
-                _patches.enter_context(patch.object(owner, name, _without_vectors(getattr(owner, name))))
-    try:
-        with _varying_by(varies):
-            yield
-    finally:
-        with _lock:
-            _active.remove(varies)
-            if not _active:
-                _patches.close()
+    with recording, torch._C._IncludeDispatchKeyGuard(_KEY), _varying_by(varies), ExitStack() as patches:
+        for reader in _READERS:
+            if hasattr(reader.owner, reader.name):
+                patches.enter_context(_checked(reader))
+        yield
 
 
 def reads_allowed() -> AbstractContextManager[None]:
@@ -190,7 +178,7 @@ def _checked(reader: _Reader) -> AbstractContextManager[Any]:
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         varies = _thread.varies
-        if varies is not None and any(map(varies, (*args[reader.first_tensor :], *kwargs.values()))):
+        if varies is not None and any(map(varies, (*args, *kwargs.values()))):
             reader.refuse()
         return original(*args, **kwargs)
 
@@ -198,19 +186,67 @@ def _checked(reader: _Reader) -> AbstractContextManager[Any]:
     return patch.object(reader.owner, reader.name, replacement)
 
 
-def _without_vectors(function: Callable[..., Any]) -> Callable[..., Any]:
-    def values(*args: Any, **kwargs: Any) -> Any:
-        before, _thread.needs_vectors = _thread.needs_vectors, False
-        try:
-            return function(*args, **kwargs)
-        finally:
-            _thread.needs_vectors = before
-
-    return values
+Function = Callable[..., Any]
+_aten: Any = torch.ops.aten
 
 
-def vectors_needed() -> bool:
-    return _thread.needs_vectors
+def _singular_values(function: Function, matrix: torch.Tensor, *, driver: str | None = None) -> Any:
+    return _aten._linalg_svd(matrix, False, _needs_vectors(matrix), driver=driver)[1]
+
+
+def _eigenvalues(function: Function, matrix: torch.Tensor, uplo: str = "L") -> Any:
+    return _aten._linalg_eigh(matrix, uplo, _needs_vectors(matrix))[0]
+
+
+def _needs_vectors(matrix: torch.Tensor) -> bool:
+    """Values alone have other last bits. Under a dispatch mode torch computes vectors too."""
+    return is_functorch_wrapped_tensor(matrix) or (torch.is_grad_enabled() and matrix.requires_grad)
+
+
+def _classes(function: Function, tensor: torch.Tensor, num_classes: int = -1) -> Any:
+    """It reads its values on a CPU to check them, and without `num_classes` to count them."""
+    if num_classes < 0:
+        return function(tensor)
+    return (tensor[..., None] == torch.arange(num_classes, device=tensor.device)).long()
+
+
+def _product(function: Function, one: torch.Tensor, other: torch.Tensor) -> Any:
+    """Under a dispatch mode torch folds rows that meet one matrix, with other last bits."""
+    is_folded = other.requires_grad or any(map(is_functorch_wrapped_tensor, (one, other)))
+    if one.dim() == other.dim() == 3 and other.shape[0] == 1 and one.shape[0] > 1 and not is_folded:
+        return torch.bmm(one, other.expand(one.shape[0], -1, -1))
+    return function(one, other)
+
+
+def _host_tensors(first: int, function: Any, *args: Any) -> Any:
+    """It reads tensors in C++, without an operator."""
+    if _thread.varies is not None and any(map(_thread.varies, args[first:])):
+        refuse_read(f"{function._schema.name.removeprefix('aten::')}()")
+    return function(*args)
+
+
+def _at_key(instead: Function, function: Function) -> Function:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_KEY)):
+            return instead(function, *args, **kwargs)
+
+    return call
+
+
+# Nothing else in torch uses this key; operators without a kernel pass it.
+_KEY_NAME = "TESTING_ONLY_GenericMode"
+_KEY: Any = torch._C._parse_dispatch_key(_KEY_NAME)
+_PASSED, _KERNELS = Library("_", "IMPL"), Library("aten", "IMPL")
+_PASSED.fallback(fallthrough_kernel, _KEY_NAME)
+for _function, _instead in (
+    (_aten.linalg_svdvals.default, _singular_values),
+    (_aten.linalg_eigvalsh.default, _eigenvalues),
+    (_aten.one_hot.default, _classes),
+    (_aten.matmul.default, _product),
+    (_aten.tensor_split.tensor_indices_or_sections, partial(_host_tensors, 1)),
+    (_aten.ctc_loss.Tensor, partial(_host_tensors, 2)),
+):
+    _KERNELS.impl(_function, _at_key(_instead, _function), _KEY_NAME)
 
 
 @contextmanager

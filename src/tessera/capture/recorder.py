@@ -13,6 +13,7 @@ numbers.
 
 import copy
 import math
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from contextlib import ExitStack
@@ -31,8 +32,8 @@ from tessera.capture import operators
 from tessera.capture.blocks import raw
 from tessera.capture.fake import run_fake
 from tessera.capture.operators import Recorded, Results, fail
-from tessera.capture.own import OwnLaunch, inside_operator, own_launches, tensors_in, unchanged
-from tessera.capture.reads import reads_allowed, reads_refused, vectors_needed
+from tessera.capture.own import OwnLaunch, own_launches, tensors_in, unchanged
+from tessera.capture.reads import reads_allowed, reads_refused
 from tessera.capture.rng import Draws, forked, generator_of, size_of
 from tessera.errors import CaptureError
 from tessera.ir import Access, Arg, Buffer, BufferKind, Kernel, Launch, Origin, Region, Step, Trace, View
@@ -200,15 +201,20 @@ class Ledger:
         return Trace(step, kernels, buffers, launches, views, num_views, aliases, self._recorded_on)
 
 
+class _Entered(threading.local):
+    def __init__(self) -> None:
+        self.scopes: list[str] = []
+
+
 class Scopes:
     def __init__(self, module: torch.nn.Module) -> None:
         self._names = {id(m): name for name, m in module.named_modules()}
-        self._stack: list[str] = []
+        self._entered = _Entered()
         self._by_number: dict[int, str] = {}
 
     @property
     def current(self) -> str:
-        return self._stack[-1] if self._stack else ""
+        return self._entered.scopes[-1] if self._entered.scopes else ""
 
     def of_launch(self) -> str:
         node: Any = torch._C._current_autograd_node()
@@ -219,10 +225,11 @@ class Scopes:
         return self.current
 
     def enter(self, module: torch.nn.Module, _: Any) -> None:
-        self._stack.append(self._names.get(id(module), self.current))
+        self._entered.scopes.append(self._names.get(id(module), self.current))
 
     def leave(self, module: torch.nn.Module, _: Any, __: Any) -> None:
-        self._stack.pop()
+        if self._entered.scopes:  # a module of another thread may have begun before
+            self._entered.scopes.pop()
 
 
 # Live storages with values of an earlier call.
@@ -277,7 +284,7 @@ class NoReads(OperatorMode):
 
 def run_operator(run: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
-        with inside_operator():
+        with reads_allowed():
             return run(func, args, kwargs)
     except RuntimeError as error:
         operators.explain(func, error)
@@ -304,7 +311,7 @@ class Recorder(OperatorMode):
 
     def __enter__(self) -> Self:
         self._contexts.enter_context(operators.insisting())
-        self._contexts.enter_context(own_launches(self.own_launch))
+        self._contexts.enter_context(own_launches())
         self._contexts.enter_context(reads_refused(self.varies))
         self._contexts.enter_context(register_module_forward_pre_hook(self._scopes.enter))
         self._contexts.enter_context(register_module_forward_hook(self._scopes.leave, always_call=True))
@@ -342,8 +349,6 @@ class Recorder(OperatorMode):
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = _tensors((args, kwargs))
-        if not vectors_needed():
-            args = operators.without_vectors(func, args)
         operators.check_operator(func, args, kwargs, self.varies)
         for _, value, is_write in operators.arguments(func._schema, args, kwargs) if self._made else ():
             for tensor in _tensors(value) if is_write else ():

@@ -95,7 +95,7 @@ class Workload:
         )
 
     def run(self, inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
-        with torch.no_grad(), entered(state), own_launches():
+        with torch.no_grad(), own_launches(), entered(state):
             return self.call(inputs, without_generators(state))
 
     def drawing(self, trace: Trace) -> Self:

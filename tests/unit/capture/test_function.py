@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.linalg import cond, eigvalsh, matrix_norm, svdvals
 
 import tessera
 from tessera.capture import record
@@ -240,7 +241,7 @@ def test_self_attention_of_torch_is_captured_as_it_runs() -> None:
 
 def test_threads_record_one_after_the_other() -> None:
     """What a recording replaces in torch is what it was when both have ended."""
-    one_hot, has_begun, has_ended = torch.nn.functional.one_hot, threading.Event(), threading.Event()
+    to_dlpack, has_begun, has_ended = torch.to_dlpack, threading.Event(), threading.Event()
 
     def first(x: torch.Tensor) -> torch.Tensor:
         has_begun.set()
@@ -256,7 +257,7 @@ def test_threads_record_one_after_the_other() -> None:
         tessera.capture(second, torch.ones(2))
         assert recorded.result().launches
 
-    assert torch.nn.functional.one_hot is one_hot
+    assert torch.to_dlpack is to_dlpack
 
 
 def test_threads_that_record_one_module_leave_its_state_as_it_was() -> None:
@@ -370,17 +371,27 @@ def test_changing_what_only_a_closure_holds_is_refused() -> None:
         lambda x: torch.zeros_like(x).copy_(x.conj()),
         lambda x: x.clone().conj().mul_(2) + 0,
         lambda x: torch.linalg.solve_triangular(x.mH, x, upper=False),
-        lambda x: torch.linalg.svdvals(x) + torch.linalg.cond(x) + torch.linalg.matrix_norm(x, "nuc"),
-        lambda x: torch.linalg.eigvalsh(x @ x.mH) + torch.linalg.svd(x)[1],
+        lambda x: svdvals(x) + cond(x) + matrix_norm(x, "nuc"),
+        lambda x: eigvalsh(x @ x.mH) + torch.linalg.svd(x)[1],
+        lambda x: torch.vmap(svdvals)(x[None])[0],
     ],
 )
 def test_complex_matrices_are_computed_as_torch_does(fn: Any) -> None:
-    """Torch conjugates by a flag that decides its algorithm; whether vectors are needed decides it too."""
+    """Torch conjugates by a flag that decides its algorithm; whether vectors are needed decides it too,
+    by whatever name a function is called.
+    """
     x = torch.randn(6, 6, dtype=torch.complex64)
     run = InOrder([record(workload(fn, torch.randn_like(x)))], {}, torch.device("cpu"))
     result = run(0, {"x": x}, {})["output"]
 
     assert (fn(x).stride(), True) == (result.stride(), torch.equal(fn(x), result))
+
+
+def test_rows_that_meet_one_matrix_are_multiplied_as_torch_does() -> None:
+    """While operators are seen, torch folds them into one product, with other last bits."""
+    trace = tessera.capture(torch.matmul, torch.randn(3, 7, 8), torch.randn(1, 8, 5))
+
+    assert ["aten.bmm.default"] == [kernel.name for kernel in trace.kernels]
 
 
 def test_complex_numbers_are_arguments() -> None:

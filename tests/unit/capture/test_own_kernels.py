@@ -3,6 +3,7 @@
 import functools
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,41 @@ def test_own_kernels_stand_among_the_operators() -> None:
     assert [Origin.TRITON, Origin.PTX] == origins
     assert all(".entry" in trace().kernel_of(i).ptx for i in (3, 4))
     assert [(2, 1, 1), (1, 1, 1)] == [trace().launches[i].grid for i in (3, 4)]
+
+
+def test_what_another_thread_runs_meanwhile_is_no_part_of_the_step() -> None:
+    """Neither its kernels nor the modules that it enters and leaves."""
+    begun, ends = threading.Event(), threading.Event()
+    kernel, ones, y = tessera.CudaKernel(AXPY, "axpy"), torch.ones(8), torch.zeros(8)
+
+    class Elsewhere(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            begun.set()
+            kernel[1, 32](y, x, 2.0, 8)
+            ends.wait(5)
+            return x
+
+    class Begins(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            begun.clear()
+            ends.clear()
+            threads.append(threading.Thread(target=Elsewhere(), args=(ones,)))
+            threads[-1].start()
+            begun.wait(5)
+            return x
+
+    class Doubles(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            ends.set()
+            threads.pop().join()
+            return x * 2
+
+    threads: list[threading.Thread] = []
+    trace = tessera.capture(torch.nn.Sequential(Begins(), Doubles()), ones)
+
+    assert ["aten.mul.Tensor"] == [kernel.name for kernel in trace.kernels]
+    assert ["1"] == [launch.scope for launch in trace.launches]
+    assert 2.0 <= float(y.sum())
 
 
 def test_their_accesses_are_proved() -> None:

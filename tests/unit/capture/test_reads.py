@@ -24,6 +24,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import tensor_split
 from torch.nn.functional import one_hot
 from torch.utils import dlpack
 
@@ -115,8 +116,8 @@ TENSORS: dict[str, Read] = {
     "masked_select": lambda x: x.masked_select(x > 0),
     "repeat_interleave": lambda x: x.repeat_interleave(x.abs().long()),
     "bincount": lambda x: torch.bincount(x.abs().long()),
-    "one_hot": lambda x: torch.nn.functional.one_hot(x.abs().long()),
-    "tensor_split": lambda x: x.tensor_split((x[:1] > 0).long() + 2)[0],
+    "one_hot": lambda x: one_hot(x.abs().long()),
+    "tensor_split": lambda x: tensor_split(x, (x[:1] > 0).long() + 2)[0],
     "packed": lambda x: torch.nn.utils.rnn.pack_padded_sequence(x.view(1, 8, 1), x[-1:].long()).data,
 }
 
@@ -146,7 +147,7 @@ def test_values_that_are_only_checked_are_not_read() -> None:
 
     def fn(x: torch.Tensor) -> torch.Tensor:
         spread: torch.Tensor = torch.distributions.Normal(x, x.abs() + 1).log_prob(x)
-        return torch.nn.functional.one_hot(x.abs().long(), 7).sum(0) + spread[:7]
+        return one_hot(x.abs().long(), 7).sum(0) + spread[:7]
 
     step = workload(fn, X)
 
@@ -246,6 +247,26 @@ def test_another_thread_reads_what_it_likes() -> None:
     tessera.capture(fn, X)
 
     assert float(X.sum()) == found.get_nowait()
+
+
+def test_another_thread_has_its_values_checked() -> None:
+    """Only the thread that records leaves the parameters of distributions unchecked."""
+    found = queue.SimpleQueue[str]()
+
+    def elsewhere() -> None:
+        with pytest.raises(ValueError, match="scale"):
+            torch.distributions.Normal(0.0, -1.0)
+        found.put("refused")
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        return x * 2
+
+    tessera.capture(fn, X)
+
+    assert "refused" == found.get_nowait()
 
 
 def test_what_another_thread_computes_is_no_constant() -> None:
