@@ -88,6 +88,9 @@ def check(weight: Any, rows: int, dtype: torch.dtype, tile: ProductTile, has_bia
 
 
 PRODUCTS = one_of_each([(form, dtype) for form in BLOCKS for dtype in ATOL], lambda case: case[0])
+WRITTEN = one_of_each(
+    [(form, dtype) for form in BLOCKS for dtype in (torch.float16, torch.bfloat16)], lambda case: case[0]
+)
 TARGETS = one_of_each([(form, arch) for form in BLOCKS for arch in (80, 90)], lambda case: case[0])
 
 
@@ -184,8 +187,7 @@ def test_experts_with_many_rows_are_written_out() -> None:
     assert_close(out[100:].float(), x[100:].float() @ second.t(), rtol=1e-2, atol=0.15)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("form", BLOCKS)
+@pytest.mark.parametrize(("form", "dtype"), WRITTEN, ids=str)
 def test_a_weight_written_out_has_the_bits_of_the_cpu(form: str, dtype: torch.dtype) -> None:
     """For products of many rows."""
     codes, scales, zeros, _, block = weight = make_weight(form, zeros=form.startswith("int4"))

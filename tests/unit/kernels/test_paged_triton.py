@@ -56,7 +56,7 @@ def check(call: PagedCall, tiles: Tiles | None = None) -> None:
 # Kernels that are whole serve prompts too.
 SPLIT = some_of(
     [(dtype, splits) for dtype in ATOL for splits in (1, 4)],
-    [*((dtype, 1) for dtype in ATOL), (torch.bfloat16, 4)],
+    [(torch.float32, 1), (torch.bfloat16, 4)],
 )
 
 
@@ -66,7 +66,7 @@ def test_one_new_token_each(dtype: torch.dtype, splits: int) -> None:
     check(make_call(ONE_EACH, widths=(32, 32), padding=2, dtype=dtype), replace(SMALL, splits=splits))
 
 
-@pytest.mark.parametrize("dtype", ATOL, ids=str)
+@pytest.mark.parametrize("dtype", some_of(ATOL, [torch.float32, torch.bfloat16]), ids=str)
 def test_prompts_and_single_tokens_together(dtype: torch.dtype) -> None:
     """Tiles of one sequence each, single tokens beside them, padding behind them."""
     check(make_call(MIXED, widths=(32, 32), padding=9, dtype=dtype), SMALL)
@@ -100,7 +100,7 @@ WINDOWS = one_of_each([(1, 1), (33, 2), (16, 1), (7, 2)], lambda row: row[1])
 def test_a_window_is_a_token_and_those_just_before_it(window: int, splits: int) -> None:
     """In prompts and in single tokens."""
     call = make_call(MIXED, dtype=torch.float16)
-    check(replace(call, window=window), replace(SMALL, splits=splits))
+    check(replace(call, window=window), replace(PLAIN, splits=splits))
 
 
 @pytest.mark.parametrize("splits", [1, 2])
@@ -150,16 +150,15 @@ def test_what_nobody_wrote_is_not_looked_at() -> None:
 
 
 def test_a_query_may_be_a_view() -> None:
-    """As a model has it: heads before tokens, or a slice of a joined product."""
+    """As a model has it: heads before tokens, and a slice of a joined product."""
     call = make_call(MIXED, dtype=torch.float16)
-    wide = torch.randn(call.query.shape[0], 3 * call.query.shape[1], call.query.shape[2]).half()
-    wide[:, 4:8] = call.query
-    turned = call.query.transpose(0, 1).contiguous().transpose(0, 1)
+    tokens, heads, width = call.query.shape
+    wide = torch.randn(3 * heads, tokens, width).half().transpose(0, 1)
+    wide[:, heads : 2 * heads] = call.query
+    query = wide[:, heads : 2 * heads]
 
-    found = run(call, PLAIN)
-
-    assert torch.equal(found, run(replace(call, query=wide[:, 4:8]), PLAIN))
-    assert torch.equal(found, run(replace(call, query=turned), PLAIN))
+    assert not query.is_contiguous()
+    assert torch.equal(run(call, PLAIN), run(replace(call, query=query), PLAIN))
 
 
 # How a step is divided -------------------------------------------------------------------------------------
