@@ -26,14 +26,14 @@ class TesseraError(Exception):
 class UnknownName(TesseraError):
     """The message lists the valid names."""
 
-    def __init__(self, what: str, name: str, names: Iterable[str]) -> None:
-        self.args = (what, name, tuple(sorted(names)))
-        super().__init__(f"unknown {what} '{name}'; known: {', '.join(self.args[2])}")
+    def __init__(self, what: str, name: str, names: Iterable[str], place: str = "") -> None:
+        self.args = (what, name, tuple(sorted(names)), place)
+        super().__init__(f"unknown {what} '{name}'; known: {', '.join(self.args[2])}", place=place)
 
 
-def check_known(what: str, name: str, names: Iterable[str]) -> None:
+def check_known(what: str, name: str, names: Iterable[str], place: str = "") -> None:
     if name not in names:
-        raise UnknownName(what, name, names)
+        raise UnknownName(what, name, names, place)
 
 
 def install_line(extra: str) -> str:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -120,6 +121,64 @@ def test_batch_ends_when_the_server_is_gone(tmp_path: Path, capsys: pytest.Captu
     assert "" == (tmp_path / "out.jsonl").read_text()
 
 
+def whole(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+
+
+MODELS = whole(b'{"data": [{"id": "m"}]}')
+CUT = b"HTTP/1.1 200 OK\r\ncontent-length: 999\r\n\r\n"
+# Answers to /v1/models and to a request; what chat and batch say.
+STRANGE = {
+    "a page": (whole(b"<html>"), whole(b"<html>"), "not one of OpenAI's API", "not one of OpenAI's API"),
+    "a list": (whole(b"[]"), whole(b"[]"), "not one of OpenAI's API", "not one of OpenAI's API"),
+    "another protocol": (
+        b"SSH-2.0\r\n",
+        b"SSH-2.0\r\n",
+        "cannot reach the server",
+        "cannot reach the server",
+    ),
+    "an answer cut off": (MODELS, CUT + b"{", "the answer ended early", "the answer is cut off"),
+    "an event cut off": (MODELS, CUT + b'data: {"a', "the answer is cut off", "the answer is cut off"),
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_a_server_that_answers_strangely_is_one_line(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models, answered, said, told = STRANGE[name]
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
+    source = write(tmp_path / "in.jsonl", [request_line(0)])
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def work() -> None:
+            for _ in range(3 if models is MODELS else 2):
+                with listening.accept()[0] as client:
+                    asked = client.recv(2**16)
+                    client.sendall(models if b"/v1/models" in asked else answered)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        chat_code, _, chat_err = call("chat", url, capsys=capsys)
+        code, _, err = call("batch", source, tmp_path / "out.jsonl", "--target", url, capsys=capsys)
+        thread.join()
+
+    assert (2, 2) == (chat_code, code)
+    assert said in chat_err
+    assert told in err
+
+
+def test_chat_takes_text_only(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that are no text come as halves of pairs."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi \udcff\n"))
+    monkeypatch.setattr("tessera.cli.chat.ApiClient.model", lambda client: "m")
+    code, _, err = call("chat", "http://127.0.0.1:9", capsys=capsys)
+
+    assert 2 == code
+    assert "standard input: the message is no UTF-8 text" in err
+
+
 @pytest.mark.parametrize("text", ["a note without a newline", '{"custom_id": "r0"}\n', "[1]\n"])
 def test_batch_changes_no_file_that_holds_no_answers(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -171,6 +230,14 @@ def test_batch_refuses_at_the_line(
     code, _, err = call("batch", source, tmp_path / "out.jsonl", capsys=capsys)
     assert 2 == code
     assert message in err
+
+
+def test_batch_refuses_what_is_nested_too_deeply(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text("[" * 100_000)
+    code, _, err = call("batch", source, tmp_path / "out.jsonl", capsys=capsys)
+    assert 2 == code
+    assert "in.jsonl:1: not JSON: maximum recursion depth exceeded" in err
 
 
 def test_batch_of_a_server(server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

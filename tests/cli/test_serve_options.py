@@ -104,6 +104,13 @@ def test_config_file_equals_the_options(tmp_path: Path) -> None:
     assert 9001 == parsed("--config", str(path), "--port", "9001")["port"]
 
 
+def test_one_value_of_an_option_that_may_be_repeated_needs_no_list(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text("link: pcie5\napi-key: aaaaaaaa\n")
+    values = parsed("tiny-llama", "--config", str(path))
+    assert (["pcie5"], ["aaaaaaaa"]) == (values["link"], values["api_key"])
+
+
 def test_environment_comes_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text("port: 9000\nseqs: 4\n")
@@ -120,7 +127,7 @@ def test_environment_comes_between(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("prot: 1", "unknown option '--prot'; did you mean --port?"),
         ("tensor_parallel_size: 2", "Name the devices, and the planner divides the model"),
         ("- 1", "not a mapping of options"),
-        ("a: [", "cannot read the configuration"),
+        ("a: [", "cannot read the configuration: while parsing a flow node expected"),
         ("port: many", "Invalid value for '--port'"),
     ],
 )

@@ -184,7 +184,7 @@ class Controller(Generic[P]):
     def _cancel(self) -> None:
         if self._job is not None:
             self._job.cancel()
-            self._job = None
+            self._job = self._planned = None
 
     def _collect(self) -> None:
         if self._job is None or not self._job.done():

@@ -8,6 +8,7 @@ from itertools import pairwise
 from statistics import fmean, pvariance, stdev
 
 from tessera.ir import Load
+from tessera.ir.units import quantile
 
 # Requests kept, and lengths of a load (evenly chosen among those kept).
 MAX_REQUESTS, MAX_LENGTHS = 512, 128
@@ -73,7 +74,7 @@ class LoadHistory:
         lengths, times = list(self._lengths), list(self._arrivals_s)
         prompts, outputs = (_view(sorted(pair[n] for pair in lengths)) for n in (0, 1))
         span_s = now_s - times[0] if times else 0.0
-        per_s = len(times) / span_s if span_s > 0.0 else 0.0
+        per_s = (len(times) - 1) / span_s if span_s > 0.0 else 0.0  # since the first
         tokens = (planned.prompt_tokens, planned.output_tokens)
         return LoadView(len(lengths), prompts, outputs, per_s, _burstiness(times), *tokens)
 
@@ -84,10 +85,9 @@ def _differs(lengths: Sequence[int], planned: int) -> bool:
 
 
 def _view(lengths: Sequence[int]) -> LengthView | None:
-    num = len(lengths)
-    if not num:
+    if not lengths:
         return None
-    return LengthView(sum(lengths) / num, *(lengths[max(0, math.ceil(q * num) - 1)] for q in QUANTILES))
+    return LengthView(sum(lengths) / len(lengths), *(int(quantile(lengths, q)) for q in QUANTILES))
 
 
 def _burstiness(times: Sequence[float]) -> float | None:

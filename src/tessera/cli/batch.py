@@ -103,7 +103,7 @@ def _requests(path: Path) -> dict[str, dict[str, Any]]:
 def _request(line: bytes, place: str) -> dict[str, Any]:
     try:
         request: dict[str, Any] = json.loads(line, parse_constant=_no_number)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TesseraError(f"not JSON: {error}", place=place) from None
     kinds: dict[str, Any] = {"custom_id": str, "url": str, "body": dict}
     for name, kind in kinds.items():

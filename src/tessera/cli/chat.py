@@ -10,8 +10,9 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from http.client import HTTPException
 from typing import Annotated, Any
 
 import typer
@@ -21,7 +22,7 @@ from tessera.cli.plan import LinkOption
 from tessera.cli.plan_model import Effort, EffortOption
 from tessera.cli.serve import answering
 from tessera.cli.serve_options import DevicesOption, MaxModelLen, ServeConfig
-from tessera.errors import LoadError, TesseraError
+from tessera.errors import LoadError, TesseraError, first_line
 
 HELP = "Type a message, or: /reset for a new conversation, /exit to end."
 PROMPT = "> "
@@ -35,46 +36,48 @@ class ApiClient:
     # Without a byte.
     timeout_s: float | None = 600.0
 
-    def open(self, path: str, body: object = None) -> Any:
-        """Raises HTTPError, or LoadError if the server cannot be reached."""
+    @contextmanager
+    def _answer(self, path: str, body: object = None) -> Iterator[Any]:
+        """An answer of any status; LoadError where there is none, or none of such a server."""
         headers = {"Content-Type": "application/json"}
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
         raw = None if body is None else _encoded(body)
-        request = urllib.request.Request(self.url.rstrip("/").removesuffix("/v1") + path, raw, headers)
         try:
-            return urllib.request.urlopen(request, timeout=self.timeout_s)
-        except urllib.error.HTTPError:
-            raise
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "reason", error)
+            request = urllib.request.Request(self.url.rstrip("/").removesuffix("/v1") + path, raw, headers)
+            response = urllib.request.urlopen(request, timeout=self.timeout_s)
+        except urllib.error.HTTPError as error:
+            response = error
+        except (OSError, ValueError, HTTPException) as error:
+            reason = first_line(getattr(error, "reason", error))
             remedy = "Start it: tessera serve MODEL."
             raise LoadError("connection", f"cannot reach the server: {reason}", remedy, self.url) from None
-
-    def post(self, path: str, body: object) -> tuple[int, Any]:
         try:
-            with self.open(path, body) as response:
-                return response.status, json.load(response)
-        except urllib.error.HTTPError as error:
-            return error.code, _document(error)
-        except (OSError, ValueError) as error:
-            raise LoadError("connection", f"the answer ended early: {error}", place=self.url) from None
+            with response:
+                yield response
+        except (OSError, ValueError, LookupError, TypeError, HTTPException) as error:
+            message = f"the answer is cut off, or not one of OpenAI's API: {error}"
+            raise LoadError("connection", message, place=self.url) from None
+
+    def post(self, path: str, body: object) -> tuple[int, dict[str, Any]]:
+        with self._answer(path, body) as response:
+            return response.status, _document(response)
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        try:
-            with self.open(path, body | {"stream": True}) as response:
-                for line in response:
-                    if line.startswith(b"data: {"):
-                        yield json.loads(line[6:])
-        except urllib.error.HTTPError as error:
-            raise TesseraError(_document(error)["error"]["message"], place=self.url) from None
+        with self._answer(path, body | {"stream": True}) as response:
+            self._check(response)
+            for line in response:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line[6:])
 
     def model(self) -> str:
-        try:
-            with self.open("/v1/models") as response:
-                return str(json.load(response)["data"][0]["id"])
-        except urllib.error.HTTPError as error:
-            raise TesseraError(_document(error)["error"]["message"], "See --api-key.", self.url) from None
+        with self._answer("/v1/models") as response:
+            self._check(response, "See --api-key.")
+            return str(json.load(response)["data"][0]["id"])
+
+    def _check(self, response: Any, remedy: str = "") -> None:
+        if response.status != 200:
+            raise TesseraError(_document(response)["error"]["message"], remedy, self.url)
 
 
 def _encoded(body: object) -> bytes:
@@ -84,13 +87,15 @@ def _encoded(body: object) -> bytes:
         raise TesseraError(f"the request cannot be written as JSON: {error}") from None
 
 
-def _document(error: urllib.error.HTTPError) -> Any:
-    raw = error.read()
-    try:
-        document = json.loads(raw)
-        return document if "message" in document["error"] else {"error": {"message": str(error)}}
-    except (ValueError, TypeError, KeyError):
-        return {"error": {"message": f"{error}: {raw[:200].decode(errors='replace')}"}}
+def _document(response: Any) -> dict[str, Any]:
+    raw = response.read()
+    if response.status == 200:
+        return {**json.loads(raw)}
+    with suppress(ValueError, TypeError, LookupError):
+        document: dict[str, Any] = json.loads(raw)
+        if document["error"]["message"]:
+            return document
+    return {"error": {"message": f"{response}: {raw[:200].decode(errors='replace')}"}}
 
 
 @contextmanager
@@ -166,9 +171,13 @@ def chat(
 
 def _line() -> str | None:
     try:
-        return input(PROMPT if sys.stdin.isatty() else "").strip()
+        line = input(PROMPT if sys.stdin.isatty() else "").strip()
+        line.encode()  # half of a pair stands for a byte that is no text
     except EOFError:
         return None
+    except UnicodeError:
+        raise TesseraError("the message is no UTF-8 text", place="standard input") from None
+    return line
 
 
 def _turn(client: ApiClient, body: dict[str, Any]) -> Generator[str, None, ChatTurn]:
@@ -181,4 +190,6 @@ def _turn(client: ApiClient, body: dict[str, Any]) -> Generator[str, None, ChatT
             reason = choice["finish_reason"] or reason
             yield pieces[-1]
     yield "\n"
+    if reason is None:
+        raise LoadError("connection", "the answer ended early", "Ask again.", client.url)
     return ChatTurn(model=body["model"], content="".join(pieces), finish_reason=reason)

@@ -92,13 +92,8 @@ class Listening:
 
     def ready(self, seconds: float) -> ServeReady:
         headline = f"{self.running.title} at {self.url} after {seconds:.1f} s"
-        facts = {
-            "notes": self.running.summary,
-            "headline": headline,
-            "url": self.url,
-            "seconds": round(seconds, 3),
-        }
-        return msgspec.convert(facts | self.running.facts, ServeReady)
+        facts = self.running.facts | {"notes": self.running.summary, "headline": headline}
+        return msgspec.convert(facts | {"url": self.url, "seconds": round(seconds, 3)}, ServeReady)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from tessera.cli.remote import MeetingOptions
 from tessera.cli.run import TransportOption
 from tessera.errors import TesseraError, extra_module
 from tessera.ir import MEMORY_SHARE, Cluster, Load
-from tessera.ir.files import packaged
+from tessera.ir.files import packaged, read_text
 from tessera.profile import cap_memory, parse_devices
 
 if TYPE_CHECKING:
@@ -251,32 +251,29 @@ def _adapters(words: list[str]) -> tuple[tuple[str, str], ...]:
 
 
 def template_of(text: str) -> str:
-    if not text or "{" in text:
-        return text
-    try:
-        return Path(text).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TesseraError(f"cannot read the chat template: {error}", place=text) from None
+    return text if not text or "{" in text else read_text(text)
 
 
 def config_values(path: Path, command: Any) -> dict[str, Any]:
     """Names are those of options, with - or _."""
     yaml = extra_module("yaml", "serve", "pyyaml")
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise TesseraError(f"cannot read the configuration: {error}", place=str(path)) from None
+        document = yaml.safe_load(read_text(path)) or {}
+    except yaml.YAMLError as error:
+        message = f"cannot read the configuration: {' '.join(str(error).split())}"
+        raise TesseraError(message, "Write YAML.", str(path)) from None
     if not isinstance(document, dict):
         raise TesseraError("not a mapping of options", "Write lines such as `port: 8000`.", str(path))
-    options = {name: p.name for p in command.params for name in (*p.opts, p.name) if p.name != "config"}
+    options = {name: p for p in command.params for name in (*p.opts, p.name) if p.name != "config"}
     values = {}
     for key, value in document.items():
         word = str(key).replace("_", "-")
-        name = options.get(f"--{word}") or options.get(word.replace("-", "_"))
-        if name is None:
-            names = [option for option in options if option.startswith("--")]
+        option = options.get(f"--{word}") or options.get(word.replace("-", "_"))
+        if option is None:
+            names = [name for name in options if name.startswith("--")]
             raise TesseraError(unknown_option(f"--{word}", names), place=str(path))
-        values[name] = value
+        is_one = option.multiple and value is not None and not isinstance(value, list)
+        values[option.name] = [value] if is_one else value
     return values
 
 

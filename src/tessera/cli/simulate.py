@@ -13,6 +13,7 @@ from tessera.cli.output import Record, excludes, needs, option, progress, say
 from tessera.cli.plan_model import ServiceFigures
 from tessera.errors import ArrivalsError, MismatchError, TesseraError
 from tessera.ir import Arrivals, Clock, Decision, Plan, ServicePlan, Timeline, kind_of, load, save
+from tessera.ir.units import quantile
 from tessera.simulate.arrivals import make_arrivals
 from tessera.simulate.stepper import NO_FAULTS, Faults, Loss
 
@@ -241,7 +242,7 @@ def simulate_steps(
         microbatches=plan.microbatches,
         throughput=per_s,
         rows_per_s=plan.batch * per_s,
-        latency_us={name: times[int(q * (len(times) - 1))] for name, q in QUANTILES.items()},
+        latency_us={name: quantile(times, q) for name, q in QUANTILES.items()},
         utilisation=dict.fromkeys(tracks, 0.0) | utilisation(timeline),
         trace=trace,
     )

@@ -163,10 +163,8 @@ class _Start:
         else:
             encoder = Encoder.open(self.model, device, config.random_weights)
             service, makes = SingleDeviceService(encoder, name), f"embeddings of {encoder.size} numbers"
-            most, pooling = (
-                min(encoder.max_tokens, config.max_model_len or encoder.max_tokens),
-                encoder.pooling,
-            )
+            pooling, own = encoder.pooling, encoder.max_tokens
+            most = min(own, config.max_model_len or own)
             text, sizes = open_text(place_of(self.model)), pooling.sizes
             card = ModelCard(name, text, most, encoder.vocab_size, "", pooling.prompt, sizes, "vectors")
             facts |= {"max_len": most, "dimensions": encoder.size}

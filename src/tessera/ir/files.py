@@ -93,6 +93,13 @@ def read_file(path: str | Path, remedy: str = "") -> bytes:
         raise ArtifactError(f"cannot read: {error.strerror}", remedy, str(path)) from error
 
 
+def read_text(path: str | Path) -> str:
+    try:
+        return read_file(path).decode()
+    except UnicodeDecodeError as error:
+        raise ArtifactError(f"cannot read: {error}", "Write it in UTF-8.", str(path)) from error
+
+
 def packaged(package: str, name: str, kind: type[T]) -> T:
     """A JSON document that is part of Tessera."""
     return msgspec.json.decode(files(f"tessera.{package}").joinpath(name).read_bytes(), type=kind)

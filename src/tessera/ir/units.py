@@ -1,6 +1,7 @@
 """Numbers for people: three significant digits and a unit; bytes are decimal."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
 STEP = 1000.0
 
@@ -56,3 +57,8 @@ def total(values: Iterable[float | None]) -> float | None:
     listed = list(values)
     numbers = [value for value in listed if value is not None]
     return sum(numbers) if len(numbers) == len(listed) else None
+
+
+def quantile(ascending: Sequence[float], share: float) -> float:
+    """The least value that at least this share of the values do not exceed."""
+    return ascending[max(0, math.ceil(share * len(ascending)) - 1)]

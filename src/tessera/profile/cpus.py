@@ -39,8 +39,8 @@ class Cpu:
 CPUS = {cpu.name: cpu for cpu in packaged("profile", "cpus.json", tuple[Cpu, ...])}
 
 
-def cpu(name: str) -> Cpu:
-    check_known("CPU", name, CPUS)
+def cpu(name: str, place: str = "") -> Cpu:
+    check_known("CPU", name, CPUS, place)
     return CPUS[name]
 
 

@@ -98,7 +98,7 @@ def cap_memory(devices: tuple[Device, ...], words: Sequence[str]) -> tuple[Devic
     caps = dict(_cap(word) for word in words)
     names = [device.name for device in devices]
     for name in caps:
-        check_known("device", name, names)
+        check_known("device", name, names, "--memory")
     return tuple(
         replace(d, memory_bytes=min(d.memory_bytes, caps.get(d.name, d.memory_bytes))) for d in devices
     )
@@ -127,7 +127,7 @@ def _devices(word: str, cards: Cards) -> list[Device]:
     kind, rest = word.partition("/")[0].partition(":")[0], word.partition(":")[2]
     if word in GPUS:
         raise TesseraError(f"'{word}' is a GPU, not a device", f"Write emu:{word} to plan for it.", PLACE)
-    check_known("kind of device", kind, (*DeviceKind, OTHER_MACHINE))
+    check_known("kind of device", kind, (*DeviceKind, OTHER_MACHINE), PLACE)
     if kind == OTHER_MACHINE:
         return _away(word, rest)
     if kind == DeviceKind.EMU:
@@ -151,7 +151,7 @@ def _emulated(word: str, name: str) -> Device:
     if not name:
         kind, gpus = word.partition(":")[0], ", ".join(sorted((*GPUS, *CPUS)))
         raise TesseraError(f"'{word}' names no GPU", f"Use {kind}: with one of {gpus}.", PLACE)
-    spec = cpu(name) if name.startswith(PREFIX) else gpu(name)
+    spec = cpu(name, PLACE) if name.startswith(PREFIX) else gpu(name, PLACE)
     usd = spec.usd_per_hour if isinstance(spec, Gpu) else None
     return Device(f"emu:{spec.name}", DeviceKind.EMU, spec.name, spec.memory_bytes, usd, spec.tdp_w)
 
@@ -187,7 +187,7 @@ def _cuda(word: str, rest: str, cards: tuple[Card, ...]) -> Device:
             raise TesseraError(f"invalid number of SMs '{value}' in '{word}'", limit, PLACE)
         return replace(whole, name=f"{name}/sm={int(value)}", num_sms=int(value))
     if what == "as" and value:
-        other = gpu(value)
+        other = gpu(value, PLACE)
         memory_bytes, usd = min(card.memory_bytes, other.memory_bytes), other.usd_per_hour
         dilated = replace(whole, name=f"{name}/as={other.name}", gpu=other.name, is_dilated=True)
         return replace(dilated, memory_bytes=memory_bytes, usd_per_hour=usd)
@@ -257,7 +257,7 @@ def wire(devices: tuple[Device, ...], words: Sequence[str] = (), buses: Sequence
 
 
 def _links(name: str, pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Link]:
-    check_known("link", name, (*LINKS, MEASURED))
+    check_known("link", name, (*LINKS, MEASURED), "--link")
     if name != MEASURED:
         preset = LINKS[name]
         return {(a, b): Link(a, b, preset.name, preset.latency_us, preset.gbps) for a, b in pairs}
@@ -274,7 +274,7 @@ def _links(name: str, pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str],
 def _share(links: dict[tuple[str, str], Link], bus: str, names: tuple[str, ...]) -> None:
     ends = [word.strip() for word in bus.split(",")]
     for end in ends:
-        check_known("device", end, names)
+        check_known("device", end, names, "--bus")
     if len(set(ends)) < 2:
         message = f"at least two devices needed, got '{bus}'"
         raise TesseraError(message, "Name the devices on the bus.", "--bus")

@@ -81,6 +81,6 @@ def clock_ghz(spec: Gpu) -> float:
 GPUS = {one.name: one for one in packaged("profile", "gpus.json", tuple[Gpu, ...])}
 
 
-def gpu(name: str) -> Gpu:
-    check_known("GPU", name, GPUS)
+def gpu(name: str, place: str = "") -> Gpu:
+    check_known("GPU", name, GPUS, place)
     return GPUS[name]

@@ -51,7 +51,10 @@ class PlannerProcess:
         with self._lock:
             if self._is_closed:
                 raise TesseraError("the service is stopping")
-            process = LocalProcess(work, (), "tessera-planner", FORKSERVER)
+            try:
+                process = LocalProcess(work, (), "tessera-planner", FORKSERVER)
+            except OSError as error:
+                raise TesseraError(f"no planning process can be started ({error})") from error
             self._processes.add(process)
         try:
             process.pipe.send_bytes(self._planner)

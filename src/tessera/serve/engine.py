@@ -155,11 +155,9 @@ class Engine(Watcher[ActiveRequest]):
             self._end_all(why)
 
     def _is_over(self) -> bool:
-        if self.failure:
-            return True
         if not self.is_closing:
-            return False
-        return self.scheduler.is_idle or time.monotonic() >= self._deadline_s
+            return bool(self.failure)
+        return bool(self.failure) or self.scheduler.is_idle or time.monotonic() >= self._deadline_s
 
     def step(self) -> None:
         while self._posted:
@@ -269,7 +267,8 @@ class Engine(Watcher[ActiveRequest]):
         for request in requests:
             if not request.is_over:
                 self.was_cut = True
-                self.finish(request, "cancelled" if request.is_cancelled else "error", why)
+                is_cancelled = request.is_cancelled or why is STOPPED
+                self.finish(request, "cancelled" if is_cancelled else "error", why)
         self.deliver()
         self._wake_ups.flush(is_last=True)
 

@@ -21,6 +21,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tessera.errors import TesseraError
+from tessera.ir.files import read_text
 from tessera.serve.openai.errors import TINY_CHUNKS, ApiError
 
 # Outside the shared budget: large bodies never keep out small ones.
@@ -247,10 +248,7 @@ def read_keys(words: Iterable[str]) -> tuple[str, ...]:
 
 
 def keys_of_file(path: Path) -> list[str]:
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise TesseraError(f"cannot read the keys: {error}", place=str(path)) from error
+    lines = [line.strip() for line in read_text(path).splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
         raise TesseraError("the file holds no key", "Write one key per line.", str(path))

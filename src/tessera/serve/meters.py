@@ -3,13 +3,13 @@
 The engine's thread writes; any thread reads.
 """
 
-import math
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tessera.execute.stepper import DeviceStatus, DeviceUse
+from tessera.ir.units import quantile
 from tessera.serve.records import Counts, Finish, Latency
 
 SAMPLE_S, WINDOW_S = 0.5, 5.0
@@ -77,22 +77,21 @@ class Meters(Counts):
     @property
     def latency(self) -> Latency:
         first, between = sorted(self.first_s), sorted(self.between_s)
-        return Latency(*(quantile(values, q) for values in (first, between) for q in (0.5, 0.99)))
+        pairs = ((values, q) for values in (first, between) for q in (0.5, 0.99))
+        return Latency(*(quantile(values, q) if values else None for values, q in pairs))
 
     @property
     def tokens_per_s(self) -> float:
-        first, last = self._ends()
-        return (last.output_tokens - first.output_tokens) / (last.at_s - first.at_s or 1.0)
+        first, last, span_s = self._window()
+        return (last.output_tokens - first.output_tokens) / span_s
 
     def busy(self) -> dict[str, float]:
-        first, last = self._ends()
-        span_s = last.at_s - first.at_s or 1.0
+        first, last, span_s = self._window()
         return {name: _share(s - first.busy_s.get(name, 0.0), span_s) for name, s in last.busy_s.items()}
 
     def moved(self, bytes_per_s: Mapping[tuple[str, str], float]) -> list[tuple[str, str, float, int]]:
         """(source, destination, share of the window at the modelled speed, total bytes) by link."""
-        first, last = self._ends()
-        span_s = last.at_s - first.at_s or 1.0
+        first, last, span_s = self._window()
         links = []
         for ends in sorted({*bytes_per_s, *last.moved}):
             total = last.moved.get(ends, 0)
@@ -101,13 +100,9 @@ class Meters(Counts):
             links.append((*ends, _share(wire_s, span_s), total))
         return links
 
-    def _ends(self) -> tuple[_Sample, _Sample]:
-        samples = self._samples
-        return samples[0], samples[-1]
-
-
-def quantile(ascending: Sequence[float], share: float) -> float | None:
-    return ascending[max(0, math.ceil(share * len(ascending)) - 1)] if ascending else None
+    def _window(self) -> tuple[_Sample, _Sample, float]:
+        first, last = self._samples[0], self._samples[-1]
+        return first, last, last.at_s - first.at_s or 1.0
 
 
 def _share(part_s: float, whole_s: float) -> float:

@@ -180,12 +180,13 @@ class ServicePlanner:
         return ir.Group(role, plan, self.shape.rows, microbatches)
 
     def replan(self, policies: Policies, change: Change) -> Replanned[ir.ServicePlan]:
+        planner = replace(self, load=policies[0].load)  # the one learned last
         if isinstance(change, Factors):
-            plans = self.corrected(policies, change)
+            plans = planner.corrected(policies, change)
         elif isinstance(change, ir.Load):
-            plans = self.learned(policies, change)
+            plans = planner.learned(policies, change)
         else:
-            plans = self.without(policies, change)
+            plans = planner.without(policies, change)
         return Replanned(plans, rated(plans, self.shape))
 
     def corrected(self, policies: Policies, factors: Factors) -> Policies:

@@ -21,11 +21,11 @@ from tessera.errors import PlanInfeasible
 from tessera.execute.scheduler import Microbatch
 from tessera.execute.stepper import StepDone
 from tessera.ir import Arrivals, Decision, Expected, Load, ServicePlan
+from tessera.ir.units import quantile
 from tessera.kernels import PAGE
 from tessera.serve.answer import ActiveRequest
 from tessera.serve.engine import Engine
 from tessera.serve.groups import plans_of
-from tessera.serve.meters import quantile
 from tessera.serve.records import Ask, Sampling, Shape
 from tessera.serve.sequences import SequenceBatch
 from tessera.serve.step_inputs import OutputRows
@@ -255,4 +255,4 @@ class _Rehearsal(Engine):
 
 
 def _ms(seconds: Sequence[float], share: float) -> float:
-    return 1e3 * (quantile(sorted(seconds), share) or 0.0)
+    return 1e3 * quantile(sorted(seconds), share) if seconds else 0.0

@@ -12,7 +12,6 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +166,7 @@ def overlap(text: str, stop: str) -> int:
 
 class FolderText:
     def __init__(self, folder: Path, template: str = "") -> None:
-        with _reported(folder):
+        try:
             tokenizer = _read(folder)
             words = sorted({str(w) for w in tokenizer.all_special_tokens if w}, key=len, reverse=True)
             named = {k: str(w) for k, w in tokenizer.special_tokens_map.items() if isinstance(w, str)}
@@ -181,6 +180,14 @@ class FolderText:
             sources = [template, template]
             if not template and tokenizer.chat_template:
                 sources = [str(tokenizer.get_chat_template(tools=tools)) for tools in (None, [NO_VARIABLES])]
+        except TesseraError:
+            raise
+        except BaseException as error:  # untrusted files can make a library raise anything
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of Rust
+                raise
+            remedy = "Save it again with save_pretrained, as tokenizer.json."
+            message = f"its tokenizer cannot be read: {first_line(error)}"
+            raise ArtifactError(message, remedy, str(folder)) from error
         templates = {source: ChatTemplate(source) for source in {*sources} if source}
         # Without and with tools.
         self._templates = [templates.get(source) for source in sources]
@@ -391,20 +398,6 @@ def _marked(words: Sequence[str]) -> re.Pattern[str]:
     stand_in = f"{FIRST}-{LAST}"
     first = stand_in + "".join(re.escape(letter) for letter in sorted({word[0] for word in words}))
     return re.compile(f"(?=[{first}])(?:{'|'.join([f'[{stand_in}]', *map(re.escape, words)])})")
-
-
-@contextmanager
-def _reported(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except TesseraError:
-        raise
-    except BaseException as error:  # untrusted files can make a library raise anything
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of Rust
-            raise
-        remedy = "Save it again with save_pretrained, as tokenizer.json."
-        message = f"its tokenizer cannot be read: {first_line(error)}"
-        raise ArtifactError(message, remedy, str(folder)) from error
 
 
 def _ends(folder: Path, tokenizer: Any) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ def test_old_lengths_are_forgotten_and_memory_is_bounded() -> None:
     history = observed(400, 80, MAX_REQUESTS)
     for _ in range(MAX_REQUESTS):
         history.answered(100, 20)
-    view = history.view(float(MAX_REQUESTS), PLANNED)
+    view = history.view(float(MAX_REQUESTS - 1), PLANNED)
 
     assert history.changed(PLANNED) is None
     assert MAX_REQUESTS == view.requests
@@ -63,8 +63,8 @@ class Learner:
         self.loads: list[Load] = []
 
     def replan(self, plans: tuple[ServicePlan, ...], change: Change) -> Replanned[ServicePlan]:
-        assert isinstance(change, Load)
-        self.loads.append(change)
+        if isinstance(change, Load):
+            self.loads.append(change)
         return Replanned(tuple(toy_policies(["other"])), [Capability("other", 20.0, QUICK.curve)])
 
 
@@ -86,3 +86,26 @@ def test_a_controller_plans_for_what_it_sees_and_adopts_it() -> None:
     assert "other" == system.switched[-1]
     assert ["replan", "adopt"] == [decision.kind.value for decision in controller.decisions]
     assert "planned for 300 tokens in and 30 out; 0 of 1 plans are new" == controller.decisions[-1].why
+
+
+def test_a_load_whose_planning_a_lost_device_cancelled_is_planned_for_later() -> None:
+    system, learner, plans = FakeSystem(), Learner(), toy_policies(["quick"])
+    controller: Controller[ServicePlan] = Controller(system, plans, Monitor([QUICK]), learner)  # type: ignore[arg-type]
+    for is_lost in (True, False):
+        for _ in range(MIN_REQUESTS):
+            controller.arrived()
+            controller.finished((300, 30))
+        controller.poll()
+        if is_lost:
+            controller.lost("d1", "d1 is lost", is_lasting=True)
+            controller.back("d1")
+        system.work()
+
+    assert [(300, 30)] == [(load.prompt_tokens, load.output_tokens) for load in learner.loads]
+
+
+def test_one_request_is_no_rate() -> None:
+    history = LoadHistory()
+    history.arrived(10.0)
+
+    assert 0.0 == history.view(10.001, PLANNED).arrivals_per_s

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tessera.ir.units import duration, percent, rate, ratio, size
+from tessera.ir.units import duration, percent, quantile, rate, ratio, size
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,9 @@ def test_rates_ratios_and_percentages() -> None:
     shown = (rate(12345.6), ratio(1.184), percent(0.873), percent(0.042), percent(0))
 
     assert ("12,346/s", "1.18x", "87 %", "4.2 %", "0 %") == shown
+
+
+@pytest.mark.parametrize(("num", "median", "most"), [(1, 0, 0), (2, 0, 1), (3, 1, 2), (100, 49, 98)])
+def test_quantiles_of_few_and_many_values(num: int, median: int, most: int) -> None:
+    """The 99th percentile of few values is the largest."""
+    assert (median, most) == (quantile(range(num), 0.5), quantile(range(num), 0.99))

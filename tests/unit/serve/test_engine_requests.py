@@ -343,7 +343,7 @@ def test_a_deadline_ends_what_is_not_done() -> None:
             is_clean = await asyncio.to_thread(service.stop, 0.0)
             return is_clean, (await task).finish.reason
 
-        assert (False, "error") == wait_for(cut())
+        assert (False, "cancelled") == wait_for(cut())
 
 
 def test_a_slow_reader_gets_everything_in_one_piece(service: Service) -> None:

@@ -56,6 +56,29 @@ def test_another_process_plans_and_names_what_both_have(process: PlannerProcess)
         process.replan(made.policies, frozenset(planner_of_single().cluster.names))
 
 
+def test_costs_are_corrected_for_the_load_that_was_learned() -> None:
+    """And not for the one at the start: rates of the two differ."""
+    made = steps_factory.prepared("tiny-llama", "single")
+    assert made.planner is not None
+    (learned,) = made.planner.replan(made.policies, Load(4, 28)).plans
+    (corrected,) = made.planner.replan((learned,), Factors({})).plans
+
+    assert learned.expected == corrected.expected
+
+
+def test_where_no_process_can_start_the_plans_stay(
+    process: PlannerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service at its limit of open files says so; its thread goes on."""
+
+    def refused(*what: object) -> None:
+        raise OSError("Too many open files")
+
+    monkeypatch.setattr(background, "LocalProcess", refused)
+    with pytest.raises(TesseraError, match=r"no planning process can be started \(Too many open files\)"):
+        process.replan(steps_factory.prepared("tiny-llama", "single").policies, Factors({}))
+
+
 def test_a_plan_that_takes_too_long_is_given_up(
     process: PlannerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,10 +16,12 @@ from http_factory import MODEL, Scripted, running, wait_until  # noqa: E402
 from report_factory import make_plan  # noqa: E402
 from tessera.ir import Group, Load, Role, ServicePlan  # noqa: E402
 from tessera.serve.app import (  # noqa: E402
+    NUM_DECISIONS,
     live_page,
     plan_document,
     state_document,
 )
+from tessera.serve.records import Snapshot  # noqa: E402
 
 KEY = "page-secret"
 
@@ -134,6 +136,28 @@ def test_page_shows_what_the_service_does(opened: Any) -> None:
     page.wait_for_selector("#status.gone")
     page.close()
     assert [x for x in faults if "ERR_CONNECTION" not in x] == []
+
+
+class LongServed(Scripted):
+    """With as many decisions as the state tells."""
+
+    newest_s = 100.0
+
+    def snapshot(self) -> Snapshot:
+        found = super().snapshot()
+        times_s = [*range(NUM_DECISIONS - 1), self.newest_s]
+        return replace(found, decisions=tuple(replace(found.decisions[0], at_s=time_s) for time_s in times_s))
+
+
+def test_page_shows_new_plans_after_many_decisions(opened: Any) -> None:
+    """The number of decisions that the state tells stays the same then."""
+    page, service = opened.new_page(), LongServed()
+    with running(service, plans=(make_policy(),)) as server:
+        page.goto(server.url)
+        page.wait_for_selector("#status.live")
+        with page.expect_request("**/v1/plan", timeout=5000):
+            service.newest_s += 1.0
+    page.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
