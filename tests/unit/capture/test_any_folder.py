@@ -96,6 +96,8 @@ def test_a_model_without_a_cache_has_the_plain_call_alone(tmp_path: Path) -> Non
     """A folder answers with the steps that its class has."""
     assert ("call",) == steps_of_model(folder_of("bert", tmp_path / "a"))
     assert ("encode", "prefill", "decode", "call") == steps_of_model(folder_of("t5", tmp_path / "b"))
+    Model("bart", "BartForCausalLM", BY_NAME["bart"].sizes).write(tmp_path / "c")  # its decoder alone
+    assert ("prefill", "decode", "call") == steps_of_model(str(tmp_path / "c"))
 
 
 def test_a_model_with_a_table_of_attention_classes_gets_one_of_them() -> None:

@@ -94,10 +94,11 @@ def model_class(config: Any) -> Any:
 def steps_of(config: Any) -> tuple[str, ...]:
     if config.model_type in STEPS:
         return (*STEPS[config.model_type], "call")
-    if not model_class(config).can_generate():
+    if not (kind := model_class(config)).can_generate():
         return ("call",)
-    encode = ("encode",) if config.is_encoder_decoder else ()
-    return (*encode, *CAUSAL_STEPS, "call")
+    decoders = _transformers().AutoModelForCausalLM._model_mapping
+    is_pair = config.is_encoder_decoder and kind is not decoders.get(type(config), None)
+    return (*(("encode",) if is_pair else ()), *CAUSAL_STEPS, "call")
 
 
 def attention_of(kind: Any) -> str:
@@ -187,8 +188,7 @@ def _model(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) -> 
         # The eager path of experts reads the routing on the host; grouped products need rows of 16 bytes.
         experts = [p for name, p in model.named_parameters() if name.endswith("_proj") and p.dim() == 3]
         is_even = all(n * p.element_size() % 16 == 0 for p in experts for n in p.shape[1:])
-        is_grouped = is_even or packing is not None
-        model.set_experts_implementation("grouped_mm" if is_grouped else "batched_mm")
+        model.set_experts_implementation("grouped_mm" if is_even or packing else "batched_mm")
     return model.eval()
 
 
