@@ -396,10 +396,10 @@ def test_a_graph_of_views_needs_no_worker() -> None:
             {**ONE, "device": "x"},
             "unknown option 'device'; known: devices, effort, link, microbatches, objective, policy, verify",
         ),
-        ({**ONE, "link": "string"}, "unknown link 'string'; known: ib100"),
+        ({**ONE, "link": "string"}, "--link: unknown link 'string'; known: ib100"),
         ({**ONE, "objective": "fast"}, "unknown objective 'fast'; known: cost, energy, latency, throughput"),
         ({**ONE, "policy": "best"}, "unknown policy 'best'; known: attention-ffn"),
-        ({"devices": "emu:z900"}, "unknown GPU 'z900'; known: a100"),
+        ({"devices": "emu:z900"}, "--devices: unknown GPU 'z900'; known: a100"),
     ],
 )
 def test_an_unknown_name_answers_with_the_known_ones(options: dict[str, Any], message: str) -> None:
