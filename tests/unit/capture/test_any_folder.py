@@ -141,7 +141,11 @@ def test_inputs_of_a_file_are_those_of_the_first_request(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [('{"pixels": [1]}', "takes no 'pixels'.*input_ids"), ("{", "cannot be read"), ("{}", "no tensors")],
+    [
+        ('{"pixels": [1]}', "'pixels' of shape .* is no input.*input_ids"),
+        ("{", "cannot be read"),
+        ("{}", "no tensors"),
+    ],
 )
 def test_a_file_that_does_not_suit_is_refused(text: str, words: str, tmp_path: Path) -> None:
     """In one line, with what the model takes."""

@@ -1,6 +1,7 @@
 """Denoisers of diffusers: found in a folder, shown what their configuration says, replayed bit for bit."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ pytest.importorskip("diffusers")
 
 import diffusers
 from benchmarks.coverage_models import DIFFUSION, Model
+from safetensors.torch import save_file
 
 from tessera.capture import build, record
 from tessera.errors import CaptureError, UnknownName
@@ -91,6 +93,29 @@ def test_another_part_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(CaptureError, match="no denoiser 'AutoencoderKL'"):
         build(a_step(tmp_path))
+
+
+def test_inputs_and_latents_of_a_file_are_those_of_the_first_request(tmp_path: Path) -> None:
+    """Other requests draw values of the same shapes."""
+    a_model("PixArtTransformer2DModel").write(tmp_path)
+    words = torch.randn(2, 3, 32)
+    given = {"encoder_hidden_states": words, "hidden_states": torch.ones(2, 4, 8, 8)}
+    save_file({**given, "encoder_attention_mask": torch.tensor([[1, 1, 0]] * 2)}, tmp_path / "i.safetensors")
+    workload = build(replace(a_step(tmp_path), inputs=str(tmp_path / "i.safetensors")))
+
+    assert torch.equal(words, workload.make_inputs(0)["encoder_hidden_states"])
+    assert (2, 3, 32) == workload.make_inputs(1)["encoder_hidden_states"].shape
+    assert (workload.make_state(0)["latents"] == 1).all()
+    assert torch.isfinite(workload.run(workload.make_inputs(0), workload.make_state(0))["prediction"]).all()
+
+
+def test_inputs_of_a_file_that_it_does_not_take_are_refused(tmp_path: Path) -> None:
+    """They were ignored."""
+    a_model("DiTTransformer2DModel").write(tmp_path)
+    (tmp_path / "i.json").write_text('{"timestep": [3.0]}')
+
+    with pytest.raises(CaptureError, match=r"i.json: 'timestep' of shape \(1,\) is no input.*class_labels"):
+        build(replace(a_step(tmp_path), inputs=str(tmp_path / "i.json")))
 
 
 def test_it_has_no_other_step(tmp_path: Path) -> None:

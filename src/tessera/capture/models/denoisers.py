@@ -2,8 +2,8 @@
 
 The step `denoise` predicts once and moves the latents (state) from one noise level to the next; `sigmas`
 holds both levels, so one trace serves the whole schedule. `context` is the number of patches per picture
-(smallest pixels for a UNet). Other inputs are random, sized by the configuration; unknown required ones are
-refused. Built-in models use classifier-free guidance: each row runs twice.
+(smallest pixels for a UNet). Other inputs are random, sized by the configuration, or read from `--inputs`;
+unknown required ones are refused. Built-in models use classifier-free guidance: each row runs twice.
 """
 
 import inspect
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tessera.capture.models import checkpoint
+from tessera.capture.models.examples import REMEDY, GivenInputs
 from tessera.capture.models.vision import grid_of
 from tessera.capture.workload import Tensors, Workload
 from tessera.errors import CaptureError, check_known, extra_module
@@ -32,7 +33,6 @@ WIDTHS = (
 )  # fmt: skip
 WORDS, FRAMES = 77, 5
 FRAMES_FIRST = ("CogVideoX", "ConsisID", "UNetSpatioTemporal")
-REMEDY = "Write a module:callable that returns the model and its example inputs."
 # Stable Diffusion 3.5: schedule steps, shift towards noise, guidance scale.
 NUM_STEPS, SHIFT, GUIDANCE = 28, 3.0, 4.5
 
@@ -137,6 +137,8 @@ class Denoiser:
         sizes: dict[str, Any] = {"num_frames": FRAMES, "height": self._rows, "width": self._columns}
         sizes["img_shapes"] = [[(1, self._rows, self._columns)]] * self._num_rows
         self._fixed = {name: value for name, value in sizes.items() if name in self._takes}
+        self._driven = ("timestep", "return_dict", *self._fixed)
+        self._given = GivenInputs(step, [name for name in self._takes if name not in self._driven])
         self._check()
 
     def workload(self) -> Workload:
@@ -171,11 +173,12 @@ class Denoiser:
 
     @property
     def _channel_dim(self) -> int:
-        if self._is_packed:
-            return 2
-        return 2 if type(self._module).__name__.startswith(FRAMES_FIRST) else 1
+        return 2 if self._is_packed or type(self._module).__name__.startswith(FRAMES_FIRST) else 1
 
     def _state(self, seed: int) -> dict[str, torch.Tensor]:
+        given = self._given.over({}, seed)
+        if self._latents in given:
+            return {"latents": self._typed(given[self._latents])}
         batch, channels = self._step.batch, self._config["in_channels"]
         tall, wide = self._rows * self._fold, self._columns * self._fold
         if self._is_packed:
@@ -187,7 +190,7 @@ class Denoiser:
         else:
             size = (batch, channels, FRAMES, tall, wide)
         random = torch.Generator().manual_seed(seed + 1)
-        return {"latents": torch.randn(size, generator=random, device=random.device).to(self._module.dtype)}
+        return {"latents": self._typed(torch.randn(size, generator=random, device=random.device))}
 
     @property
     def _num_patches(self) -> int:
@@ -203,19 +206,21 @@ class Denoiser:
 
     def _inputs(self, seed: int) -> dict[str, torch.Tensor]:
         random = torch.Generator().manual_seed(seed)
-        inputs = {"sigmas": sigmas(0)}
+        inputs: dict[str, torch.Tensor] = {}
         for name, size in self._noise_sizes.items():
             if name.partition(".")[0] in self._takes and None not in size:
-                noise = torch.randn(size, generator=random, device=random.device)
-                inputs[name] = noise.to(self._module.dtype)
+                inputs[name] = torch.randn(size, generator=random, device=random.device)
         num_classes = self._config.get("num_class_embeds") or self._config.get("num_embeds_ada_norm")
         if "class_labels" in self._takes and num_classes:
             labels = torch.randint(0, num_classes, (self._num_rows,), generator=random, device=random.device)
             inputs["class_labels"] = labels
-        for name, tensor in self._constants().items():
-            if name in self._takes:
-                inputs[name] = tensor.to(self._module.dtype) if tensor.is_floating_point() else tensor
-        return inputs
+        inputs |= {name: tensor for name, tensor in self._constants().items() if name in self._takes}
+        given = self._given.over(inputs, seed).items()
+        inputs = {n: self._typed(tensor) for n, tensor in given if n != self._latents}
+        return {"sigmas": sigmas(0), **inputs}
+
+    def _typed(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._module.dtype) if tensor.is_floating_point() else tensor
 
     def _check(self) -> None:
         side = self._config.get("pos_embed_max_size")
@@ -225,12 +230,11 @@ class Denoiser:
                 "Use a --context with divisors nearer to its square root.",
                 self._step.model,
             )
-        provided = {self._latents, "timestep", "return_dict", *self._fixed}
-        provided |= {name.partition(".")[0] for name in self._inputs(0)}
+        provided = {self._latents, *self._driven, *(name.partition(".")[0] for name in self._inputs(0))}
         for name, parameter in self._takes.items():
             is_named = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
             if is_named and parameter.default is parameter.empty and name not in provided:
-                raise CaptureError(f"no example is known for its input '{name}'", REMEDY, self._step.model)
+                raise CaptureError(f"nothing is known of its input '{name}'", REMEDY, self._step.model)
 
     @property
     def _noise_sizes(self) -> dict[str, tuple[Any, ...]]:

@@ -5,7 +5,6 @@ format that can run code is read.
 import inspect
 import json
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -126,14 +125,26 @@ MAKERS: dict[str, Callable[[Any, Step, torch.Generator], torch.Tensor]] = {
 }
 
 
-def given_inputs(file: str, seed: int) -> dict[str, torch.Tensor]:
-    """The file's tensors for seed 0; `fresh` values for others."""
-    tensors = read_inputs(file)
-    return {name: t.clone() for name, t in tensors.items()} if seed == 0 else fresh(tensors, seed)
+class GivenInputs:
+    """Those of the names in `takes` may have any shape; `tokens` is another name of the tokens."""
+
+    def __init__(self, step: Step, takes: Iterable[str] = (), tokens: str = "tokens") -> None:
+        held = _read_inputs(step.inputs) if step.inputs else {}
+        self._tensors = {"tokens" if name == tokens else name: tensor for name, tensor in held.items()}
+        self._file, self._takes = step.inputs, tuple(takes)
+
+    def over(self, made: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+        """`made`, with the file's tensors for seed 0 and `fresh` values for others in their places."""
+        for name, tensor in self._tensors.items():
+            if name not in self._takes and (name not in made or made[name].shape != tensor.shape):
+                known = ", ".join(self._takes or (f"{n} {tuple(t.shape)}" for n, t in made.items()))
+                message = f"'{name}' of shape {tuple(tensor.shape)} is no input of this step"
+                raise CaptureError(message, f"It takes: {known}.", self._file)
+        given = fresh(self._tensors, seed) if seed else {n: t.clone() for n, t in self._tensors.items()}
+        return made | {name: t.to(made[name].dtype) if name in made else t for name, t in given.items()}
 
 
-@lru_cache(maxsize=4)
-def read_inputs(file: str) -> dict[str, torch.Tensor]:
+def _read_inputs(file: str) -> dict[str, torch.Tensor]:
     path = Path(file)
     try:
         if path.stat().st_size > MAX_BYTES:

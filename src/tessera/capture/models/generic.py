@@ -66,10 +66,7 @@ def generic_workload(model: Any, step: Step) -> Workload:
     names = examples.call_names(model) if is_call else [model.main_input_name]
     parameters = inspect.signature(getattr(part, "forward", part)).parameters
     options = {"use_cache": False} if "use_cache" in parameters else {}
-    for name in examples.read_inputs(step.inputs) if step.inputs else ():
-        if name not in parameters:
-            remedy = f"It takes: {', '.join(parameters)}."
-            raise CaptureError(f"the model takes no '{name}'", remedy, step.inputs)
+    given = examples.GivenInputs(step, parameters)
 
     def call(inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
         with traced(), attributes_kept(model):
@@ -77,9 +74,7 @@ def generic_workload(model: Any, step: Step) -> Workload:
             return flatten(result) if is_call else {ENCODED: result[0]}
 
     def make(seed: int) -> dict[str, torch.Tensor]:
-        if step.inputs:
-            return examples.given_inputs(step.inputs, seed)
-        return examples.example_inputs(model, step, seed, names)
+        return given.over({} if step.inputs else examples.example_inputs(model, step, seed, names), seed)
 
     return Workload(step, model, call, make, lambda seed: {}, lambda first, run, last: dict(first))
 
@@ -206,6 +201,7 @@ class CachedSteps:
         self._is_prefill = step.kind == "prefill"
         self._capacity = check_length(self._config, step)
         self._tokens = "decoder_input_ids" if self._is_pair else "input_ids"
+        self._given = examples.GivenInputs(step, tokens=self._tokens)
         self._positions = parameter_of(model, "decoder_position_ids", "position_ids")
         self._mask = parameter_of(model, "decoder_attention_mask", "attention_mask")
         self._cache = parameter_of(model, *CACHES)
@@ -361,16 +357,7 @@ class CachedSteps:
         return inputs
 
     def _inputs(self, seed: int) -> dict[str, torch.Tensor]:
-        inputs = self._random_inputs(seed)
-        if self._step.inputs:
-            for name, tensor in examples.given_inputs(self._step.inputs, seed).items():
-                place = "tokens" if name == self._tokens else name
-                if place not in inputs or inputs[place].shape != tensor.shape:
-                    takes = ", ".join(f"{n} {tuple(t.shape)}" for n, t in inputs.items())
-                    message = f"'{name}' of shape {tuple(tensor.shape)} is no input of this step"
-                    raise CaptureError(message, f"It takes: {takes}.", self._step.inputs)
-                inputs[place] = tensor.to(inputs[place].dtype)
-        return inputs
+        return self._given.over(self._random_inputs(seed), seed)
 
     def _random_inputs(self, seed: int) -> dict[str, torch.Tensor]:
         random = torch.Generator().manual_seed(seed)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tessera.capture.models.examples import GivenInputs
 from tessera.capture.models.generic import NEXT, CachedSteps, newest
 from tessera.capture.workload import Tensors, Workload
 from tessera.errors import MismatchError
@@ -51,7 +52,7 @@ def _encode(model: Any, step: Step) -> Workload:
         patch_places = vision_utils.get_vision_position_ids(grids, merge).tolist()
     images, pieces = np.arange(step.batch + 1) * num_patches, np.array(ends)
     patch = config.in_channels * config.temporal_patch_size * config.patch_size**2
-    places, index = torch.tensor(patch_places), torch.tensor(order)
+    places, index, given = torch.tensor(patch_places), torch.tensor(order), GivenInputs(step)
 
     def call(inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
         windows = {"window_index": inputs["window_index"], "cu_window_seqlens": pieces}
@@ -62,7 +63,8 @@ def _encode(model: Any, step: Step) -> Workload:
     def make_inputs(seed: int) -> dict[str, torch.Tensor]:
         random = torch.Generator().manual_seed(seed)
         patches = torch.randn((step.batch * num_patches, patch), generator=random).to(model.dtype)
-        return {"patches": patches, "places": places.clone(), "window_index": index.clone()}
+        made = {"patches": patches, "places": places.clone(), "window_index": index.clone()}
+        return given.over(made, seed)
 
     return Workload(step, model, call, make_inputs, lambda seed: {}, lambda first, run, last: dict(first))
 
