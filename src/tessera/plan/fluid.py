@@ -52,6 +52,8 @@ class FluidConfig:
     # Sequences beyond those that answer, to fill mixed steps.
     waiting_share: float = 0.12
     waiting: int = 2
+    # Steps in which a request that gives no answer token has a row: read, and until its row is given on.
+    other_steps: int = 3
     memory_share: float = MEMORY_SHARE
     # Twice the relative standard deviation of a sequence's tokens.
     spread: float = 0.7
@@ -184,8 +186,7 @@ class FluidModel:
 
     def fits(self, device: int, pool_tokens: int, price: StepPrice) -> bool:
         memory = self.cluster.devices[device].memory_bytes
-        pages = pool_tokens * self.model.token
-        held = self.model.weights + pages
+        held = self.model.weights + pool_tokens * self.model.token
         return held <= self.config.memory_share * memory and held + price.temporary_bytes <= memory
 
     @cached_property
@@ -256,9 +257,10 @@ class FluidModel:
     ) -> GroupDraft:
         """Steps have `tokens` on average, and prompt tokens in one of `every`."""
         answering = self._answering(tokens)
-        waiting = self.config.waiting + self.config.waiting_share * answering
-        sequences = max(2, min(tokens, _even(answering + waiting)))
         largest = tokens if every == 1 else _rounded(answering + every * (tokens - answering))
+        reading = self.config.other_steps * (largest - answering) / self.load.prompt_tokens
+        waiting = self.config.waiting + max(self.config.waiting_share * answering, reading)
+        sequences = max(2, min(tokens, _even(answering + waiting)))
         sizes = (sequences, largest) if largest > sequences else (largest,)
         pool = self.pool_tokens(sequences * microbatches, self.length)
         return GroupDraft(Role.MIXED, devices, sequences, sizes, microbatches, pool, self.length)
@@ -367,8 +369,7 @@ class FluidModel:
         """A group and its prompt tokens per second; None: no group fits."""
         options: list[tuple[float, GroupDraft, float]] = []
         for tokens in self.config.prompt_tokens:
-            prompts = tokens / self.load.prompt_tokens
-            sequences = max(4, math.ceil(2.0 * self.config.backlog * prompts) + 4)
+            sequences = math.ceil(2.0 * self.config.backlog * tokens / self.load.prompt_tokens) + 4
             pool = self.pool_tokens(sequences, self.load.prompt_tokens)
             price = self.price(tokens, min(tokens, sequences), self.load.prompt_tokens)
             us = price.total_us(device)

@@ -93,7 +93,7 @@ def _quicker(chosen: ServicePlan, near: Sequence[ServicePlan]) -> ServicePlan:
     expected = chosen.rival.expected
     soon = [plan for plan in near if plan.rival.expected.ttft_ms <= expected.ttft_ms]
     quickest = min(soon, key=lambda plan: plan.rival.expected.tpot_ms, default=chosen)
-    return quickest if QUICKER * quickest.rival.expected.tpot_ms <= expected.tpot_ms else chosen
+    return quickest if QUICKER * quickest.rival.expected.tpot_ms < expected.tpot_ms else chosen
 
 
 def _best_rate(rehearsals: Iterable[ServicePlan], load: Load) -> float:

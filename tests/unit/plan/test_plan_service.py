@@ -96,6 +96,14 @@ def test_every_draft_is_below_the_bound_and_uses_devices_once(devices: str, leng
     assert found.drafts("single")
 
 
+def test_short_requests_have_rows_for_all_prompts_of_a_step() -> None:
+    """The best single device reads full steps of prompts of 64 tokens, answered by one or two tokens."""
+    for answer in (1, 2):
+        (group,) = fluid("emu:h20", Load(64, answer)).drafts("single")[0].groups
+
+        assert 64 * group.sequences >= 2 * group.sizes[-1]
+
+
 def test_the_plan_is_the_best_rehearsed_policy_with_the_others_as_rivals() -> None:
     found = fluid("emu:h20,emu:l40s", Load(1024, 256, tpot_ms=50.0))
     plan = plan_service([found], no_plan, rehearsed(0.95))
@@ -234,3 +242,15 @@ def test_of_equal_rates_a_much_shorter_time_per_token_decides(
     names = ("data-parallel", "prefill-decode")
     found = plan_service([fluid("emu:h20,emu:l40s", Load(1024, 256))], no_plan, rehearse, policies=names)
     assert policy == found.policy
+
+
+def test_answers_of_one_token_are_planned_by_their_rate() -> None:
+    """None has a time per token, so none is quicker by it."""
+
+    def rehearse(plan: ServicePlan, load: Load, clients: int | None) -> Expected:
+        rate, ttft_ms = (980.0, 500.0) if plan.policy == "single" else (1000.0, 1000.0)
+        return Expected(rate, 0.0, 0.0, ttft_ms, 0.0, (1.0, 1.0), (), 1)
+
+    names = ("single", "data-parallel")
+    found = plan_service([fluid("emu:h20,emu:l40s", Load(64, 1))], no_plan, rehearse, policies=names)
+    assert "data-parallel" == found.policy
