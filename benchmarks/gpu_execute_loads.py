@@ -31,8 +31,8 @@ from tessera.capture.record import PORTABLE, record
 from tessera.capture.workload import on_device
 from tessera.execute.cuda.measure import whole_plan
 from tessera.flow import LoadSteps, make_unit, plan_steps
-from tessera.ir import Cluster, Objective, Plan, Step, Trace
-from tessera.plan import Comparison, Option, PlanConfig, Target
+from tessera.ir import Cluster, Load, Objective, Plan, Step, Trace
+from tessera.plan import Comparison, Option, PlanConfig
 from tessera.profile import make_cluster, parse_devices
 
 # Batches that are looked at, for every policy alike.
@@ -88,8 +88,9 @@ def searched(row: Row) -> Comparison:
         (1,),
         record=lambda step: _recorded(row, step.batch)[1],
     )
-    target = Target(0 if row.kind == "decode" else 1, row.limit_ms and row.limit_ms * row.share)
-    return plan_steps(steps, _emulated(row), target, PlanConfig(Objective.THROUGHPUT), BATCHES)[1]
+    limit_ms = row.limit_ms and row.limit_ms * row.share
+    load = Load(1, 0 if row.kind == "decode" else 1, tpot_ms=limit_ms)
+    return plan_steps(steps, _emulated(row), load, PlanConfig(Objective.THROUGHPUT), BATCHES)[1]
 
 
 def _emulated(row: Row) -> Cluster:

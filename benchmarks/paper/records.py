@@ -10,10 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tessera import ir
 from tessera.capture import known_models
 from tessera.errors import UnknownName
 from tessera.ir import Cluster, Device, Link, Step
-from tessera.plan import BATCHES, Target
+from tessera.plan import BATCHES
 from tessera.plan.baselines import COARSE
 from tessera.profile import LINKS, gpu, parse_devices
 
@@ -58,12 +59,12 @@ class Load:
         return (1, self.output) if len(self.steps) > 1 else (1,)
 
     @property
-    def target(self) -> Target:
+    def target(self) -> ir.Load:
         """As the planner takes it."""
         tokens = self.output if len(self.steps) > 1 else 1
         is_prefill = self.steps[-1].kind == "prefill"
         limits = (None, self.limit_ms) if is_prefill else (self.limit_ms, None)
-        return Target(tokens, *limits)
+        return ir.Load(1, tokens, tpot_ms=limits[0], ttft_ms=limits[1])
 
     @property
     def per_result(self) -> int:

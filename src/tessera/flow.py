@@ -17,7 +17,7 @@ from tessera.errors import MismatchError, TesseraError, UnknownName, first_line,
 from tessera.execute.timing import CpuTimer, threads
 from tessera.ir import units
 from tessera.ir.graph import StepFamily, check_counts, check_steps
-from tessera.plan import Comparison, PlanConfig, Target, solve
+from tessera.plan import Comparison, PlanConfig, solve
 from tessera.plan.batches import BATCHES, BatchSearch, PricedUnit
 from tessera.profile.measured import Timer, combine, needs_measuring
 from tessera.simulate import SteadyRates
@@ -191,7 +191,7 @@ def anchors_of(step: ir.Step, anchors: Sequence[int] = ANCHORS) -> tuple[int, in
 def batch_search(
     recorded: LoadSteps,
     cluster: ir.Cluster,
-    target: Target,
+    load: ir.Load,
     config: PlanConfig,
     advance: Callable[[str], None] = lambda text: None,
 ) -> BatchSearch:
@@ -201,20 +201,20 @@ def batch_search(
         return unit, price(unit, cluster)
 
     simulate = partial(SteadyRates, config.search.long_window)
-    return BatchSearch(unit_at, cluster, target, config, simulate, advance)
+    return BatchSearch(unit_at, cluster, load, config, simulate, advance)
 
 
 def plan_steps(
     recorded: LoadSteps,
     cluster: ir.Cluster,
-    target: Target,
+    load: ir.Load,
     config: PlanConfig,
     batches: Sequence[int] = BATCHES,
     depths: Sequence[int] = (),
     advance: Callable[[str], None] = lambda text: None,
 ) -> tuple[ir.Plan, Comparison]:
     while True:
-        plan, comparison = batch_search(recorded, cluster, target, config, advance).best(batches, depths)
+        plan, comparison = batch_search(recorded, cluster, load, config, advance).best(batches, depths)
         if recorded.matches_recording(plan.unit):
             return plan, comparison
 

@@ -15,8 +15,8 @@ from tessera.capture import place_of
 from tessera.capture.models import steps_of_model
 from tessera.errors import CaptureError
 from tessera.flow import ANCHORS, LoadSteps, at_anchors, batch_search, choose_launches, plan_steps, price
-from tessera.ir import Cluster, Plan, ServicePlan, Step, Trace
-from tessera.plan import Comparison, Option, PlanConfig, Target
+from tessera.ir import Cluster, Load, Plan, ServicePlan, Step, Trace
+from tessera.plan import Comparison, Option, PlanConfig
 from tessera.plan.batches import BATCHES, BatchSearch
 from tessera.plan.fluid import DATA_PARALLEL, POLICIES, SINGLE, FluidModel
 from tessera.plan.rent import Limit
@@ -79,7 +79,7 @@ class ServiceRater:
 
     def fastest(self, cluster: Cluster) -> Option | None:
         """The draft with the least time per token."""
-        drafts = (self._fluid(cluster).fastest(policy) for policy in POLICIES)
+        drafts = (self._fluid(cluster).nearest(policy) for policy in POLICIES)
         options = [draft_option(draft, cluster) for draft in drafts if draft is not None]
         return min(options, key=lambda o: (o.tpot_ms, o.ttft_ms), default=None)
 
@@ -104,7 +104,7 @@ class ServiceRater:
 @dataclass(frozen=True, eq=False)
 class StepRater:
     demand: ModelLoad
-    target: Target
+    load: Load
     recorded: LoadSteps
     note: str
     advance: Advance
@@ -117,7 +117,7 @@ class StepRater:
         counts = [1] * (len(steps) - 1) + [demand.image_steps if is_image else max(1, tokens)]
         is_compiled, note = choose_launches(at_anchors(steps), demand.launches)
         recorded = LoadSteps(steps, counts, ANCHORS, advance, is_compiled)
-        return StepRater(demand, Target(tokens, load.tpot_ms, load.ttft_ms), recorded, note, advance)
+        return StepRater(demand, replace(load, output_tokens=tokens), recorded, note, advance)
 
     @property
     def is_compiled(self) -> bool:
@@ -140,29 +140,29 @@ class StepRater:
         return Limit({d.gpu: n for n, d in enumerate(cards.devices)}, np.min(rows, axis=0))
 
     def drafts(self, cluster: Cluster, within_ms: float | None = None) -> list[Option]:
-        target = replace(self.target, tpot_ms=within_ms or self.target.tpot_ms)
-        copies = self._search(cluster, target).copies(BATCHES)
+        load = replace(self.load, tpot_ms=within_ms or self.load.tpot_ms)
+        copies = self._search(cluster, load).copies(BATCHES)
         if copies or within_ms is not None:
             return copies
         comparison = self.plan(cluster)[1]  # too large for one card
         return [*comparison.baselines, comparison.chosen]
 
     def fastest(self, cluster: Cluster) -> Option | None:
-        copies = self._search(cluster, replace(self.target, tpot_ms=None, ttft_ms=None)).copies(BATCHES[:1])
+        copies = self._search(cluster, replace(self.load, tpot_ms=None, ttft_ms=None)).copies(BATCHES[:1])
         return min(copies, key=lambda o: (o.tpot_ms, o.ttft_ms), default=None)
 
     def plan(self, cluster: Cluster) -> tuple[Plan, Comparison]:
         batches = (self.demand.batch,) if self.demand.batch else BATCHES
         depths = (self.demand.microbatches,) if self.demand.microbatches else ()
-        return plan_steps(self.recorded, cluster, self.target, self._config, batches, depths, self.advance)
+        return plan_steps(self.recorded, cluster, self.load, self._config, batches, depths, self.advance)
 
     @property
     def _config(self) -> PlanConfig:
         demand = self.demand
         return PlanConfig(demand.objective, search=demand.search, memory_share=demand.memory_share)
 
-    def _search(self, cluster: Cluster, target: Target) -> BatchSearch:
-        return batch_search(self.recorded, cluster, target, self._config)
+    def _search(self, cluster: Cluster, load: Load) -> BatchSearch:
+        return batch_search(self.recorded, cluster, load, self._config)
 
 
 Rater = ServiceRater | StepRater

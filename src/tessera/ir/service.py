@@ -42,6 +42,11 @@ class Load:
     tpot_ms: float | None = None
     ttft_ms: float | None = None
 
+    def excess(self, tpot_ms: float, ttft_ms: float) -> float:
+        """Above 1: a limit is missed."""
+        pairs = ((self.tpot_ms, tpot_ms), (self.ttft_ms, ttft_ms))
+        return max((ms / limit for limit, ms in pairs if limit is not None), default=0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class Expected:
@@ -62,10 +67,7 @@ class Expected:
     pages_moved: int = 0
 
     def is_within(self, load: Load) -> bool:
-        return not (
-            (load.tpot_ms is not None and self.tpot_ms > load.tpot_ms)
-            or (load.ttft_ms is not None and self.ttft_ms > load.ttft_ms)
-        )
+        return load.excess(self.tpot_ms, self.ttft_ms) <= 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from functools import partial
 from tessera import ir
 from tessera.errors import PlanInfeasible
 from tessera.ir.units import total
-from tessera.plan.comparison import Comparison, Option, times_text
+from tessera.plan.comparison import Comparison, Option, too_slow
 from tessera.plan.config import QUICK
 from tessera.plan.problem import Cells, build, cluster_of, costs_on, kinds_of, partitions
 from tessera.plan.search.task import Simulator
@@ -31,22 +31,6 @@ DEEPER, DEEPER_ROUNDS = (0.5, 0.75), ROUNDS[2:3]
 # Microbatches per device.
 DEPTHS = (1, 2)
 REPLICAS = ("single", "data-parallel")
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    # A unit without decodes counts rows.
-    output_tokens: int
-    tpot_ms: float | None = None
-    ttft_ms: float | None = None
-
-    def excess(self, option: Option) -> float:
-        """Above 1: a limit is missed."""
-        pairs = ((self.tpot_ms, option.tpot_ms), (self.ttft_ms, option.ttft_ms))
-        return max((ms / limit for limit, ms in pairs if limit is not None), default=0.0)
-
-    def allows(self, option: Option) -> bool:
-        return self.excess(option) <= 1 + 1e-9
 
 
 PricedUnit = tuple[ir.WorkUnit, tuple[ir.Costs, ...]]
@@ -76,7 +60,8 @@ def best_batch(
 class BatchSearch:
     unit_at: Callable[[int], PricedUnit]
     cluster: ir.Cluster
-    target: Target
+    # A unit without decodes counts rows.
+    load: ir.Load
     config: PlanConfig
     simulate: Callable[[], Simulator]
     advance: Callable[[str], None] = lambda text: None
@@ -107,7 +92,7 @@ class BatchSearch:
                 self._plan_merit(option.microbatches, 0, max(option.batch.values()))
         plans = self._feasible
         best = max(plans, key=lambda plan: self._merit(self.option(plan)))
-        if not self.target.allows(self.option(best)):
+        if not self._allows(self.option(best)):
             raise self._refusal(plans)
         if self.config.search is not QUICK:
             search = replace(self.config.search, fewer_microbatches=())
@@ -179,16 +164,16 @@ class BatchSearch:
     def _merit(self, option: Option | None) -> Merit:
         if option is None:
             return NOTHING
-        if self.target.allows(option):
+        if self._allows(option):
             return True, option.figure(self.config.objective)
-        return False, -self.target.excess(option)
+        return False, -self.load.excess(option.tpot_ms, option.ttft_ms)
+
+    def _allows(self, option: Option) -> bool:
+        return self.load.excess(option.tpot_ms, option.ttft_ms) <= 1 + 1e-9
 
     def _refusal(self, plans: Sequence[ir.Plan]) -> PlanInfeasible:
-        fastest = min(map(self.option, plans), key=lambda o: (o.tpot_ms, o.ttft_ms))
-        return PlanInfeasible(
-            f"no plan keeps to the limits: the fastest takes {times_text(fastest.tpot_ms, fastest.ttft_ms)}",
-            "Allow more time, or add a faster device.",
-        )
+        times = [(option.tpot_ms, option.ttft_ms) for option in map(self.option, plans)]
+        return too_slow("plan", *min(times, key=lambda times: self.load.excess(*times)))
 
     def _coarse_options(self, rounds: Sequence[Sequence[float]]) -> list[Option]:
         for depth in sorted({depth for _, depth in self._plans}):
@@ -199,7 +184,7 @@ class BatchSearch:
                 best_batch(partial(self._coarse_merit, name, depth), (start,), rounds)
         best: dict[str, Option] = {}
         for option in (option for options in self._coarse.values() for option in options.values()):
-            if self.target.allows(option):
+            if self._allows(option):
                 best[option.policy] = max(best.get(option.policy, option), option, key=self._merit)
         return list(best.values())
 
@@ -219,7 +204,7 @@ class BatchSearch:
         for device in range(len(self.cluster.devices)):
             batch = best_batch(partial(self._copy_merit, device), batches, ROUNDS if len(batches) > 1 else ())
             option = batch and self._copies[batch][device]
-            if option and self.target.allows(option):
+            if option and self._allows(option):
                 best.append(option)
         if not best:
             return []
@@ -269,7 +254,7 @@ class BatchSearch:
         usd_per_hour: float | None,
         joules_per_unit: float | None,
     ) -> Option:
-        tokens = unit.batch * max(1, self.target.output_tokens)
+        tokens = unit.batch * max(1, self.load.output_tokens)
         return Option(
             policy,
             rate_per_s * tokens,
@@ -285,7 +270,7 @@ class BatchSearch:
     ) -> tuple[float, float]:
         """(time per token, time to the first token)."""
         is_decode = [g.trace.step.kind == "decode" for g in unit.graphs]
-        runs = max(1, self.target.output_tokens)
+        runs = max(1, self.load.output_tokens)
         if len(is_decode) == 1 or not any(is_decode):
             return ms / runs, ms
         rows = zip(costs, unit.counts, strict=True)

@@ -2,12 +2,18 @@
 
 from dataclasses import dataclass
 
+from tessera.errors import PlanInfeasible
 from tessera.ir import Objective
 
 
 def times_text(tpot_ms: float, ttft_ms: float) -> str:
     each, first = (f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}" for ms in (tpot_ms, ttft_ms))
     return f"{each} ms a token and {first} ms to the first"
+
+
+def too_slow(what: str, tpot_ms: float, ttft_ms: float) -> PlanInfeasible:
+    message = f"no {what} keeps to the limits: the nearest takes {times_text(tpot_ms, ttft_ms)}"
+    return PlanInfeasible(message, "Allow more time, or add a faster device.")
 
 
 @dataclass(frozen=True, slots=True)

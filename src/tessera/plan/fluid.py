@@ -231,13 +231,15 @@ class FluidModel:
         """Drafts within the limits times `slack` and with smaller pools, best first."""
         kept = [d for d in self._drafts(policy) if depth in (None, d.depth)]
         if self.is_strict:
-            tpot, ttft = self.load.tpot_ms or math.inf, self.load.ttft_ms or math.inf
-            kept = [d for d in kept if d.tpot_ms <= slack * tpot and d.ttft_ms <= slack * ttft]
-            kept = [d for d in kept if d.pool_tokens < pool_tokens]
+            kept = [d for d in kept if d.pool_tokens < pool_tokens and self.excess(d) <= slack]
         return sorted(kept, key=lambda d: -d.tokens_per_s)[: self.config.num_drafts]
 
-    def fastest(self, policy: str) -> ServiceDraft | None:
-        return min(self._drafts(policy), key=lambda d: (d.tpot_ms, d.ttft_ms), default=None)
+    def nearest(self, policy: str) -> ServiceDraft | None:
+        """To the limits; without limits, the one with the least time per token."""
+        return min(self._drafts(policy), key=lambda d: (self.excess(d), d.tpot_ms, d.ttft_ms), default=None)
+
+    def excess(self, draft: ServiceDraft) -> float:
+        return self.load.excess(draft.tpot_ms, draft.ttft_ms)
 
     def _drafts(self, policy: str) -> list[ServiceDraft]:
         if policy not in self._by_policy:

@@ -2,9 +2,9 @@
 
 Drafts of every policy (`fluid`) become service plans, rehearsed by the service's scheduler on a virtual
 clock. Rehearsed times exceed drafted ones; where a limit is missed, the policy is drafted again for a limit
-lower by as much. Data-parallel is the plan unless another policy is better by more than `ERROR`. Then it is
-the coarsest policy within `TIE` of the best, or one within `ERROR` with much less time per token. The others
-are its rivals.
+lower by as much, and where first tokens are late, rehearsed with fewer requests at once. Data-parallel is the
+plan unless another policy is better by more than `ERROR`. Then it is the coarsest policy within `TIE` of the
+best, or one within `ERROR` with much less time per token. The others are its rivals.
 """
 
 import math
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from tessera.errors import DeviceMemoryError, PlanInfeasible
 from tessera.ir import Cluster, Expected, GroupSize, Load, Objective, Rival, ServicePlan
 from tessera.ir.units import total
-from tessera.plan.comparison import Comparison, Option, times_text
+from tessera.plan.comparison import Comparison, Option, too_slow
 from tessera.plan.fluid import DATA_PARALLEL, DIVIDED, FLUID, POLICIES, SINGLE, FluidModel, ServiceDraft
 from tessera.plan.host import FETCH
 from tessera.plan.search.objectives import IDLE_SHARE
@@ -26,7 +26,10 @@ QUICKER = 2.0
 BEHIND = 0.9
 # Share of pages that the next draft may have.
 MAX_MISFITS, SMALLER = 6, 0.88
-MAX_FEWER = 3
+# Rehearsals with fewer requests; by Little's law, later also by eighths.
+MAX_FEWER, SURE = 8, 2
+# Drafts that exceed a limit by more are too slow for any number of requests.
+FAR = 3.0
 # Margin to a limit; a limit undercut by more is aimed at again.
 AIM, UNDERCUT = 0.985, 0.92
 
@@ -46,12 +49,14 @@ def plan_service(
     """`fluids`: drafts on all devices, and on parts of them."""
     load, cluster, is_strict = fluids[0].load, fluids[0].cluster, fluids[0].is_strict
     best: dict[str, ServicePlan] = {}
+    tried: list[ServicePlan] = []
 
     def figure(plan: ServicePlan) -> float:
         return option_of(plan.rival, cluster).figure(objective)
 
     def consider(plans: Iterable[ServicePlan]) -> None:
         for plan in plans:
+            tried.append(plan)
             same = (best.get(plan.policy, plan), plan)
             best[plan.policy] = max(same, key=lambda x: (x.rival.expected.is_within(load), figure(x)))
 
@@ -75,7 +80,7 @@ def plan_service(
             consider(replace(plan, policy=DIVIDED[-1]) for plan in fetching)
     within = {policy: plan for policy, plan in best.items() if plan.rival.expected.is_within(load)}
     if not within and (is_strict or not best):
-        raise _refusal(fluids[0], list(best.values()), policies)
+        raise _refusal(fluids[0], tried, policies)
     within = within or best
     figures = {name: figure(plan) for name, plan in within.items()}
     most = max(figures.values())
@@ -157,6 +162,8 @@ def _rehearsals(
     missing = FLUID if fluid.is_strict else fluid.config
     while len(rehearsals) < (fluid.config if best or most else missing).num_rehearsed:
         next_draft = drafted_plans.best(slack, max(BEHIND * most, (1.0 + TIE) * best) if best else 0.0)
+        if next_draft is None and not (rehearsals or most):
+            next_draft = drafted_plans.nearest()
         if next_draft is None:
             break
         draft, plan = next_draft
@@ -211,17 +218,26 @@ class DraftedPlans:
             draft = next((draft for draft in drafts if draft not in skipped), None)
             if draft is None or draft.tokens_per_s < least:
                 return None
-            if draft not in self.plans:
-                try:
-                    self.plans[draft] = self.make(draft)
-                except (PlanInfeasible, DeviceMemoryError):
-                    self.plans[draft] = None
-            plan = self.plans[draft]
+            plan = self._made(draft)
             if plan is not None:
                 return None if draft in self.tried else (draft, plan)
             skipped.add(draft)
             pool_tokens = SMALLER * draft.pool_tokens
         return None
+
+    def _made(self, draft: ServiceDraft) -> ServicePlan | None:
+        if draft not in self.plans:
+            try:
+                self.plans[draft] = self.make(draft)
+            except (PlanInfeasible, DeviceMemoryError):
+                self.plans[draft] = None
+        return self.plans[draft]
+
+    def nearest(self) -> tuple[ServiceDraft, ServicePlan] | None:
+        """The draft that misses the limits least, if fewer requests may keep them."""
+        draft = self.fluid.nearest(self.policy)
+        plan = self._made(draft) if draft and self.fluid.excess(draft) <= FAR else None
+        return (draft, plan) if draft and plan else None
 
 
 def _simulated(draft: ServiceDraft, plan: ServicePlan) -> float:
@@ -236,14 +252,13 @@ def _simulated(draft: ServiceDraft, plan: ServicePlan) -> float:
 def _rehearsed(plan: ServicePlan, load: Load, rehearse: Rehearse) -> Expected:
     """At full load, or with as many requests at once as wait no longer than allowed."""
     expected = rehearse(plan, load, None)
-    for _ in range(MAX_FEWER):
-        if load.ttft_ms is None or expected.ttft_ms <= load.ttft_ms:
+    for turn in range(MAX_FEWER):
+        if load.ttft_ms is None or expected.ttft_ms <= load.ttft_ms or expected.clients == 1:
             break
         late_s = 1e-3 * (expected.ttft_ms - AIM * load.ttft_ms)
         fewer = math.ceil(late_s * expected.tokens_per_s / load.output_tokens)
-        if fewer >= expected.clients:
-            break
-        expected = rehearse(plan, load, expected.clients - fewer)
+        fewer = max(fewer, (turn - SURE) * expected.clients // 8)
+        expected = rehearse(plan, load, max(1, expected.clients - fewer))
     return expected
 
 
@@ -265,10 +280,9 @@ def _slack(load: Load, draft: ServiceDraft, expected: Expected, slack: float) ->
 
 
 def _refusal(fluid: FluidModel, missed: Sequence[ServicePlan], policies: Sequence[str]) -> PlanInfeasible:
-    if missed:
-        times_ms = [(plan.rival.expected.tpot_ms, plan.rival.expected.ttft_ms) for plan in missed]
-    else:
-        drafts = [draft for policy in policies if (draft := fluid.fastest(policy)) is not None]
+    times_ms = [(plan.rival.expected.tpot_ms, plan.rival.expected.ttft_ms) for plan in missed]
+    if not missed:
+        drafts = [draft for policy in policies if (draft := fluid.nearest(policy)) is not None]
         if not drafts or (fluid.load.tpot_ms, fluid.load.ttft_ms) == (None, None):
             need = (fluid.model.weights + fluid.model.token * 2 * fluid.length) / 1e9
             return PlanInfeasible(
@@ -276,7 +290,4 @@ def _refusal(fluid: FluidModel, missed: Sequence[ServicePlan], policies: Sequenc
                 "Add a device, or plan for shorter requests.",
             )
         times_ms = [(draft.tpot_ms, draft.ttft_ms) for draft in drafts]
-    return PlanInfeasible(
-        f"no service keeps to the limits: the fastest takes {times_text(*min(times_ms))}",
-        "Allow more time, or add a faster device.",
-    )
+    return too_slow("service", *min(times_ms, key=lambda times: fluid.load.excess(*times)))

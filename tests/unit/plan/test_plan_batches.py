@@ -8,7 +8,7 @@ import pytest
 from plan_factories import Draft, Named, make_cluster, make_costs, make_unit
 from tessera import ir
 from tessera.errors import PlanInfeasible
-from tessera.plan import QUICK, Comparison, PlanConfig, Target, explain
+from tessera.plan import QUICK, Comparison, PlanConfig, explain
 from tessera.plan.batches import BatchSearch, PricedUnit
 from tessera.plan.comparison import Option
 from tessera.simulate import SteadyRates
@@ -34,10 +34,10 @@ def unit_at(batch: int, cluster: ir.Cluster) -> PricedUnit:
     return unit, make_costs(unit, cluster, [[state, read, state, read]])
 
 
-def search(memory: tuple[int, ...], target: Target) -> BatchSearch:
+def search(memory: tuple[int, ...], load: ir.Load) -> BatchSearch:
     cluster = make_cluster(len(memory), gbps=25.0, latency_us=5.0, memory=[m * MB for m in memory])
     config = PlanConfig(ir.Objective.THROUGHPUT, search=QUICK)
-    return BatchSearch(lambda batch: unit_at(batch, cluster), cluster, target, config, SteadyRates)
+    return BatchSearch(lambda batch: unit_at(batch, cluster), cluster, load, config, SteadyRates)
 
 
 @cache
@@ -45,7 +45,7 @@ def planned(
     memory: tuple[int, int] = (1200, 500), tpot_ms: float | None = None
 ) -> tuple[ir.Plan, Comparison]:
     """For two devices with so many megabytes."""
-    return search(memory, Target(1, tpot_ms)).best(BATCHES, MICROBATCHES)
+    return search(memory, ir.Load(1, 1, tpot_ms=tpot_ms)).best(BATCHES, MICROBATCHES)
 
 
 def test_the_plan_is_the_best_point_and_fits() -> None:
@@ -73,7 +73,7 @@ def test_the_plan_follows_a_policy_that_found_a_better_batch(monkeypatch: pytest
     far = Option("layer-pipeline", 90_000.0, 1.0, 1.0, {"d0": 64, "d1": 64}, 2)
     monkeypatch.setattr(BatchSearch, "_coarse_options", lambda *_: [far])
 
-    _, found = search((4000, 4000), Target(1)).best((4, 8))
+    _, found = search((4000, 4000), ir.Load(1, 1)).best((4, 8))
 
     assert far.batch == found.chosen.batch
     assert found.chosen.tokens_per_s > far.tokens_per_s
@@ -87,7 +87,7 @@ def test_the_plan_and_every_policy_are_near_the_best_of_all_batches() -> None:
     best = dict.fromkeys([o.policy for o in found.baselines], 0.0)
     most = 0.0
     for batch in range(8, 113, 8):
-        option = search(memory, Target(1)).best((batch,))[1]
+        option = search(memory, ir.Load(1, 1)).best((batch,))[1]
         most = max(most, option.chosen.tokens_per_s)
         for rival in option.baselines:
             best[rival.policy] = max(best[rival.policy], rival.tokens_per_s)
@@ -108,27 +108,27 @@ def test_less_time_per_token_means_smaller_batches() -> None:
 
 def test_a_limit_that_only_a_smaller_batch_keeps_is_kept() -> None:
     """No batch that is looked at first is quick enough; the smallest one is halved."""
-    least = search((1200, 500), Target(1)).best((4,), (1,))[1].chosen.tpot_ms
-    plan, _ = search((1200, 500), Target(1, 0.999 * least)).best(BATCHES, (1,))
+    least = search((1200, 500), ir.Load(1, 1)).best((4,), (1,))[1].chosen.tpot_ms
+    plan, _ = search((1200, 500), ir.Load(1, 1, tpot_ms=0.999 * least)).best(BATCHES, (1,))
 
     assert plan.batch < 4
 
 
 @pytest.mark.parametrize(
     ("memory", "limit_ms", "message"),
-    [((1200, 500), 1e-3, "the fastest takes"), ((40, 40), None, "memory|GB|MB")],
+    [((1200, 500), 1e-3, "the nearest takes"), ((40, 40), None, "memory|GB|MB")],
 )
 def test_what_cannot_be_planned_is_refused(
     memory: tuple[int, int], limit_ms: float | None, message: str
 ) -> None:
     with pytest.raises(PlanInfeasible, match=message):
-        search(memory, Target(1, limit_ms)).best(BATCHES)
+        search(memory, ir.Load(1, 1, tpot_ms=limit_ms)).best(BATCHES)
 
 
 def test_equal_cells_are_planned_once_and_copied() -> None:
     """Eight devices of two kinds: four times the figures of two, all devices used, for every policy."""
     pair, two = planned()
-    whole, eight = search((1200, 500) * 4, Target(1)).best(BATCHES, [4 * num for num in MICROBATCHES])
+    whole, eight = search((1200, 500) * 4, ir.Load(1, 1)).best(BATCHES, [4 * num for num in MICROBATCHES])
 
     assert whole.used == tuple(range(8))
     assert whole.batch == pair.batch
@@ -148,6 +148,6 @@ def test_cells_that_are_too_small_leave_the_whole_cluster() -> None:
     """Both weights need both larger devices."""
     memory = (100, 60)
     with pytest.raises(PlanInfeasible):
-        search(memory, Target(1)).best((4,))
+        search(memory, ir.Load(1, 1)).best((4,))
 
-    assert search(memory * 2, Target(1)).best((4,))[0].used == (0, 2)
+    assert search(memory * 2, ir.Load(1, 1)).best((4,))[0].used == (0, 2)

@@ -147,7 +147,7 @@ def test_drafts_may_be_limited_to_some_devices() -> None:
 @pytest.mark.parametrize(
     ("load", "token_bytes", "message"),
     [
-        (Load(1024, 256, tpot_ms=0.5), 131_072, "no service keeps to the limits: the fastest takes"),
+        (Load(1024, 256, tpot_ms=0.5), 131_072, "no service keeps to the limits: the nearest takes"),
         (Load(1024, 256, ttft_ms=0.5), 131_072, "no service keeps to the limits"),
         (Load(1024, 256), 1 << 28, "need .* GB and room to compute, more than these have"),
     ],
@@ -254,3 +254,29 @@ def test_answers_of_one_token_are_planned_by_their_rate() -> None:
     names = ("single", "data-parallel")
     found = plan_service([fluid("emu:h20,emu:l40s", Load(64, 1))], no_plan, rehearse, policies=names)
     assert "data-parallel" == found.policy
+
+
+def waiting(plan: ServicePlan, load: Load, clients: int | None) -> Expected:
+    """Each of forty requests makes the first tokens of all 10 ms later."""
+    clients = clients or 40
+    return Expected(10.0 * clients, 50.0, 0.0, 10.0 * clients, 0.0, (1.0, 1.0), (), clients)
+
+
+def test_first_tokens_are_in_time_with_fewer_requests() -> None:
+    """However few: Little's law alone takes away too few at a time."""
+    found = plan_service([fluid("emu:h20,emu:l40s", Load(1024, 256, ttft_ms=200.0))], no_plan, waiting)
+
+    assert found.expected is not None
+    assert 10 <= found.expected.clients <= 20
+
+
+def test_limits_below_every_draft_are_tried_with_fewer_requests() -> None:
+    """Drafts are for full load."""
+    names, free = ("single", "data-parallel"), fluid("emu:h20,emu:l40s", Load(1024, 256, ttft_ms=1e9))
+    least_ms = min(draft.ttft_ms for name in names for draft in free._drafts(name))
+    model = fluid("emu:h20,emu:l40s", Load(1024, 256, ttft_ms=0.9 * least_ms))
+    found = plan_service([model], no_plan, waiting, policies=names)
+
+    assert not any(model.drafts(name) for name in names)
+    assert found.expected is not None
+    assert found.expected.is_within(model.load)
