@@ -193,7 +193,7 @@ def test_dense_weights_that_do_not_fit_are_fetched_beside_what_the_host_computes
             ("tiny-llama", *LOAD, "--batch", "8"),
             "--batch: sequences and microbatches of a service are chosen",
         ),
-        (("tiny-llama", *LOAD, "--tpot-ms", "0.0001"), "no service keeps to the limits: the fastest takes"),
+        (("tiny-llama", *LOAD, "--tpot-ms", "0.0001"), "no service keeps to the limits: the nearest takes"),
         (("tiny-llama", *LOAD, "--output-tokens", "5000"), "are beyond the 4096 positions of tiny-llama"),
         (("tiny-llama", *LOAD, "--price", "h20=free"), "--price: 'h20=free' is no price of a card"),
         (("tiny-llama", *LOAD, "--price", "h21=1"), "unknown GPU 'h21'"),
