@@ -33,8 +33,9 @@ import torch
 from tessera import flow
 from tessera.capture import record
 from tessera.capture.blocks import storage_key
-from tessera.capture.function import Arguments, FunctionWorkload, workload
+from tessera.capture.function import Arguments, FunctionWorkload, exchanged_for, workload
 from tessera.capture.fxgraph import GraphStep
+from tessera.capture.reads import is_traced, recording
 from tessera.capture.record import VARYING
 from tessera.errors import CaptureError, MismatchError, RuleBroken, TesseraError, UnknownName, check_known
 from tessera.execute.memory import is_allocation
@@ -233,24 +234,28 @@ class Compiled:
         if self._is_eager:
             self._warn("it must compute gradients. Call it under torch.no_grad() or torch.inference_mode()")
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *given: Any) -> Any:
         # Read here, because Dynamo would wrap errors of `backend`.
         options = Options.read(self._given_options)
         cluster = options.cluster()
         bound = None
-        if not self._is_eager:
-            with self._lock, self._step.holding(args) as inputs:
-                bound = self._bind(args, inputs, options, cluster)
+        with recording:  # another thread's may have exchanged what a module holds
+            found = {} if is_traced() else exchanged_for
+            args = [found.get(a, a) if isinstance(a, torch.Tensor) else a for a in given]
+            if not self._is_eager:
+                with self._lock, self._step.holding(args) as inputs:
+                    bound = self._bind(args, inputs, options, cluster)
         if bound is None:
             return self._graph(*args)
         session, arguments = bound
-        with _TURN if session.function.generators else nullcontext():
+        with _TURN if session.function.generators and not is_traced() else nullcontext():
             arguments = session.function.at_its_turn(arguments)
             result = session.run(Call(arguments.inputs, arguments.state))
-            if options.verify:
-                with self._lock, self._step.holding(args):
-                    session.check(arguments, result)
-            return session.function.finish(arguments, result.outputs[-1], result.state)
+            with recording:
+                if options.verify:
+                    with self._lock, self._step.holding(args):
+                        session.check(arguments, result)
+                return session.function.finish(arguments, result.outputs[-1], result.state)
 
     def _bind(
         self, args: Sequence[Any], inputs: Mapping[str, Any], options: Options, cluster: Cluster
@@ -325,10 +330,6 @@ def _undefined(trace: Trace) -> set[str]:
     return {name for name, view in trace.outputs if view.buffer in unwritten}
 
 
-def _wants_grad(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
-
-
 def _is_differentiated(node: torch.fx.Node) -> bool:
     """False for a parameter that an operator gives back as it is."""
     value = node.meta.get("example_value")
@@ -342,7 +343,8 @@ def _returns_grads(graph: torch.fx.GraphModule, examples: Sequence[Any]) -> bool
     if all("example_value" in node.meta for node in computed):
         return any(map(_is_differentiated, computed))
     # Not from Dynamo: assume everything that could be is differentiable.
-    return torch.is_grad_enabled() and any(map(_wants_grad, (*examples, *graph.parameters())))
+    given = (*examples, *graph.parameters())
+    return torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in given)
 
 
 def _makes_grads(graph: torch.fx.GraphModule) -> bool:

@@ -5,14 +5,15 @@ is no other, else the covered bytes. Positions are kept modulo `ALIGN`, since re
 depend on alignment.
 """
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
 
 ALIGN = 64
 
@@ -89,8 +90,19 @@ def _block(tensors: Sequence[torch.Tensor], firsts: Mapping[int, int], numbers: 
 
 
 def handed(block: MemoryBlock, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    first = tensors[block.first].detach()
+    with torch._C.DisableTorchFunctionSubclass():
+        first = tensors[block.first].detach()
     return first if block.is_tensor else raw(first, block.start, block.stop)
+
+
+def like(tensor: torch.Tensor, example: torch.Tensor) -> torch.Tensor:
+    """The tensor as the example: with its class, its attributes and its flag of gradients."""
+    if isinstance(example, FakeTensor):
+        return tensor
+    with no_dispatch(), torch._C.DisableTorchFunctionSubclass():
+        alike = tensor.detach().as_subclass(type(example))
+        alike.__dict__ = example.__dict__
+        return alike.requires_grad_(example.requires_grad and example.is_leaf)
 
 
 def spread(block: MemoryBlock, whole: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
@@ -171,13 +183,3 @@ def unique(names: Sequence[str]) -> list[str]:
             candidate, number = f"{name}_{number}", number + 1
         distinct[candidate] = None
     return list(distinct)
-
-
-def open_dataclasses(value: Any) -> None:
-    while True:
-        kinds = {type(leaf) for leaf in pytree.tree_leaves(value) if dataclasses.is_dataclass(leaf)}
-        kinds -= {type, *pytree.SUPPORTED_NODES}
-        if not kinds:
-            return
-        for kind in kinds:
-            pytree.register_dataclass(kind)

@@ -1,15 +1,19 @@
 """Capture of any callable over tensors: `tessera.capture(fn, *args, **kwargs)`.
 
-  inputs   tensors in the arguments, named by parameter and path ("cache.0.keys"), else `arg0`, `arg1`, ...
+  inputs   tensors in the arguments and in objects among them, named by parameter and path ("cache.0.keys"),
+           else `arg0`, `arg1`, ...
   weights  tensors that the callable holds (see `holders`)
   state    those of both that the call changes in place
-  outputs  returned tensors, except those in memory that was passed in
+  outputs  returned tensors and those in returned objects, except those in memory that was passed in
 
 A first call finds what is changed; every storage is saved before its first write and restored. Other values
 are fixed in the trace. Calls run under `no_grad` unless they reach an optimiser or differentiate.
 
-Refused by name: replacing or adding held tensors (as the first step of most optimisers does), resizing an
-argument, changing a tensor held by a closure alone, and changing an optimiser's settings on the host.
+The program sees the class, the attributes and the flag of gradients of what it gave.
+
+Refused by name: replacing or adding held tensors (as the first step of most optimisers does), changing a
+plain value in an argument, resizing an argument, changing a tensor held by a closure alone, and changing an
+optimiser's settings on the host.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,11 +24,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tessera.capture import blocks, rng
 from tessera.capture.blocks import BlockPart, MemoryBlock
 from tessera.capture.fxgraph import GraphStep
-from tessera.capture.holders import Before, Finder, Held, PyState, PyValue, line_that_changes, root
+from tessera.capture.holders import Before, Finder, Held, PyState, PyValue, line_that_changes, root, seen
 from tessera.capture.operators import check_resolved, check_tensor, flat_bytes, is_lazy
 from tessera.capture.own import standing_for
 from tessera.capture.reads import recording, traced
@@ -33,7 +38,8 @@ from tessera.capture.workload import Tensors, Workload, fresh_tensor
 from tessera.errors import CaptureError, MismatchError
 from tessera.ir import Step
 
-TENSOR = object()
+# Tensors that a thread's recording has put where a module holds others.
+exchanged_for = WeakTensorKeyDictionary()
 NO_GRAD = "does not require grad"
 KIND = "call"
 # Far from the seeds that programs set themselves.
@@ -74,12 +80,12 @@ class FunctionCall:
         self.fn = fn
         named, self._spec = blocks.flatten(fn, args, kwargs)
         self._places = [i for i, (_, leaf) in enumerate(named) if isinstance(leaf, torch.Tensor)]
-        self._fixed = [TENSOR if isinstance(leaf, torch.Tensor) else leaf for _, leaf in named]
+        self._fixed = [leaf for _, leaf in named]
         finder = Finder(fn, named)
-        self._held = finder.tensors
+        self._held, self._given = finder.tensors, finder.given
         self.module = root(finder.modules)
         self._num_args = len(self._places)
-        tensors = self._tensors([leaf for _, leaf in named])
+        self._all = tensors = self._tensors([leaf for _, leaf in named])
         names = blocks.unique([*(named[i][0] for i in self._places), *(h.name for h in self._held)])
         for name, tensor in zip(names, tensors, strict=True):
             check_tensor(tensor, f"'{name}'")
@@ -101,9 +107,7 @@ class FunctionCall:
     def _learn(self, named: list[tuple[str, Any]], tensors: list[torch.Tensor]) -> None:
         keys = {name: blocks.storage_key(tensor) for name, tensor in self._examples.items()}
         args, kwargs = pytree.tree_unflatten([leaf for _, leaf in named], self._spec)
-        watch = Watch(
-            self._examples, [n for n, block in self.blocks.items() if block.first >= self._num_args]
-        )
+        watch = Watch(self._examples, [n for n, block in self.blocks.items() if not self._is_argument(block)])
         try:
             with traced(), self.mode(), rng.forked():
                 with watch:
@@ -126,21 +130,19 @@ class FunctionCall:
         """A gradient may be replaced if the call has not read the old one."""
         grads = [h for h in self._held if h.is_grad]
         replaceable = {h.name for h in grads if blocks.storage_key(h.tensor) not in touched}
-        before = {h.name: h.tensor for h in self._held}
-        before |= {name: leaf for name, leaf in named if isinstance(leaf, torch.Tensor)}
+        before = {h.name: h.tensor for h in self._held} | _seen(named)
         after = {h.name: h.tensor for h in Finder(self.fn, named).tensors}
-        again, _ = blocks.flatten(self.fn, *arguments)
-        after |= {name: leaf for name, leaf in again if isinstance(leaf, torch.Tensor)}
+        after |= _seen(blocks.flatten(self.fn, *arguments)[0])
         for name in [*before, *after]:
             if name not in before and self.trains:
                 remedy = "Run one training step before the capture, and give the step zero_grad()."
                 raise CaptureError(f"the call creates '{name}'", remedy)
-            if before.get(name) is not after.get(name) and name not in replaceable:
-                remedy = (
-                    "Change it in place (copy_, index_copy_), so that it is the same memory for every call."
-                )
+            old, new = before.get(name), after.get(name)
+            is_tensor = isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor)
+            if (old is not new if is_tensor else old != new) and name not in replaceable:
+                remedy = "Keep it in a tensor that is changed in place (copy_, index_copy_) by every call."
                 line = self._line_that_replaces(name, arguments)
-                raise CaptureError(f"the call replaces the tensor '{name}'", remedy, line)
+                raise CaptureError(f"the call replaces {'the tensor ' * is_tensor}'{name}'", remedy, line)
 
     def _check_memory(self, tensors: list[torch.Tensor], keys: Mapping[str, int]) -> None:
         for name, block in self.blocks.items():
@@ -163,10 +165,10 @@ class FunctionCall:
         self.changed: dict[str, MemoryBlock] = {}
         self._weights: dict[str, MemoryBlock] = {}
         for name, block in self.blocks.items():
-            is_argument = block.first < self._num_args
+            is_argument = self._is_argument(block)
             held = [self._holder(n) for n, _ in block.parts if n not in self._leaves]
             fixed = [h for h in held if h is not None and h.holder is None]
-            if fixed and (name in watch.saved or is_argument):
+            if fixed and (name in watch.saved or (is_argument and name in watch.touched)):
                 message = f"'{fixed[0].name}' is changed, or is an argument too, but only a closure holds it"
                 remedy = "Pass it as an argument, or register it on its module with register_buffer."
                 raise CaptureError(message, remedy)
@@ -188,18 +190,21 @@ class FunctionCall:
             for leaf, grad in before:
                 leaf.grad = grad
 
+    def _is_argument(self, block: MemoryBlock) -> bool:
+        return block.first < self._num_args or block.first - self._num_args in self._given
+
     def _holder(self, number: int) -> Held | None:
         return self._held[number - self._num_args] if number >= self._num_args else None
 
     def _shape_results(self, result: Any, keys: Mapping[str, int]) -> None:
         numbers = {keys[name]: block.first for name, block in self.blocks.items()}
-        blocks.open_dataclasses(result)
-        leaves, self._result_spec = pytree.tree_flatten_with_path(result)
+        results = _results(result)
+        self._result_spec = pytree.tree_structure(result)
         # A value that is no tensor stands for itself.
         self._results: list[Any] = []
         storages: dict[int, int] = {}
-        names = blocks.unique([_output_name(keys) for keys, _ in leaves])
-        for name, (_, leaf) in zip(names, leaves, strict=True):
+        names = blocks.unique([name for name, _ in results])
+        for name, (_, leaf) in zip(names, results, strict=True):
             if not isinstance(leaf, torch.Tensor):
                 self._results.append(leaf)
                 continue
@@ -218,7 +223,7 @@ class FunctionCall:
 
     @property
     def roots(self) -> tuple[object, ...]:
-        return (self.fn, *(leaf for leaf in self._fixed if leaf is not TENSOR))
+        return (self.fn, *(leaf for leaf in self._fixed if not isinstance(leaf, torch.Tensor)))
 
     def changing(self) -> dict[str, torch.Tensor]:
         return {name: self._examples[name] for name in (*self._inputs, *self.changed)}
@@ -264,7 +269,10 @@ class FunctionCall:
         tensors = {**inputs, **state}
         numbered: dict[int, torch.Tensor] = {}
         for name, block in (self._inputs | self.changed).items():
-            numbered |= blocks.spread(block, tensors[name])
+            alike: dict[int, torch.Tensor] = {}
+            for number, tensor in blocks.spread(block, tensors[name]):
+                example = self._all[number]
+                numbered[number] = alike.setdefault(id(example), blocks.like(tensor, example))
         leaves = list(self._fixed)
         for number, place in enumerate(self._places):
             is_same = self.trains and number in self._leaves
@@ -272,7 +280,7 @@ class FunctionCall:
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         with self.mode(), traced(), self._exchanged(numbered):
             result = self.fn(*args, **kwargs)
-        return self._outputs(pytree.tree_leaves(result), state)
+        return self._outputs([value for _, value in _results(result)], state)
 
     def _outputs(self, leaves: list[Any], state: Tensors) -> dict[str, torch.Tensor]:
         pairs = zip(self._results, leaves, strict=True)
@@ -296,6 +304,7 @@ class FunctionCall:
                     leaf.data = tensor
                 elif held is not None:
                     pairs.append((held.current, tensor))
+                    exchanged_for[tensor] = held.current
                     stack.callback(held.holder.__setitem__, held.key, held.current)
                     held.holder[held.key] = tensor
             with standing_for(pairs):
@@ -313,7 +322,7 @@ class FunctionCall:
                     if not arguments.tensors[number].is_inference():
                         torch.autograd.graph.increment_version(arguments.tensors[number])
             leaves = self._build(arguments, outputs)
-        return pytree.tree_unflatten(leaves, self._result_spec)
+        return pytree.tree_unflatten(leaves[: self._result_spec.num_leaves], self._result_spec)
 
     def _build(self, arguments: Arguments, outputs: Tensors) -> list[Any]:
         storages: dict[int, torch.Tensor] = {}
@@ -333,14 +342,24 @@ class FunctionCall:
 
 def _alike(leaf: Any, fixed: Any) -> bool:
     """Any tensor, or an equal fixed value, may replace the captured one."""
-    if fixed is TENSOR:
-        return isinstance(leaf, torch.Tensor)
+    if isinstance(fixed, torch.Tensor):
+        return type(leaf) is type(fixed)
     is_plain = isinstance(fixed, bool | int | float | complex | str | bytes | torch.dtype | torch.device)
     return leaf is fixed or (is_plain and type(leaf) is type(fixed) and bool(leaf == fixed))
 
 
-def _output_name(keys: Sequence[Any]) -> str:
-    name = blocks.path(keys)
+def _seen(named: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: leaf if isinstance(leaf, torch.Tensor) else seen(leaf) for name, leaf in named}
+
+
+def _results(result: Any) -> list[tuple[str, Any]]:
+    """Returned values by name, then the tensors that returned objects hold."""
+    named = [(blocks.path(keys), leaf) for keys, leaf in pytree.tree_flatten_with_path(result)[0]]
+    named += [(held.name, held.tensor) for held in Finder(None, named).tensors]
+    return [(_output_name(name), value) for name, value in named]
+
+
+def _output_name(name: str) -> str:
     return name if name and not name[0].isdigit() else ".".join(filter(None, ["output", name]))
 
 

@@ -1,9 +1,9 @@
 """What a callable holds: tensors (`Finder`) and Python state (`PyState`).
 
-Tensors are searched in modules, bound objects, closures, globals of the function's file, `functools.partial`,
-plain objects and containers. A tensor without a holder (a closure's variable, a tuple) can be read but not
-changed. Optimisers come last, so that modules name parameters. Not searched: objects deeper than `MAX_DEPTH`,
-__slots__, globals of other files.
+Tensors are searched in modules and their lists and dicts, bound objects, closures, globals of the function's
+file, `functools.partial`, plain objects and containers. A tensor without a holder (a closure's variable, a
+tuple, a slot) can be read but not changed. Optimisers come last, so that modules name parameters. Not
+searched: objects deeper than `MAX_DEPTH`, globals of other files.
 
 Python state that every call changes is refused with its line. Not searched: memory of extensions, files,
 other processes.
@@ -13,6 +13,7 @@ import dis
 import functools
 import itertools
 import os
+import pickle
 import random
 import sys
 import threading
@@ -76,8 +77,11 @@ class GradOf:
 class Finder:
     """Tensors, modules and optimisers of a callable and its arguments."""
 
-    def __init__(self, fn: Callable[..., Any], named: Sequence[tuple[str, Any]]) -> None:
+    def __init__(self, fn: Callable[..., Any] | None, named: Sequence[tuple[str, Any]]) -> None:
         self.tensors: list[Held] = []
+        # Numbers of the tensors that objects among the arguments hold, and no module.
+        self.given: set[int] = set()
+        self._in_modules: set[int] = set()
         self.modules: dict[str, torch.nn.Module] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self._seen: dict[int, Any] = {}  # keeps ids from being reused
@@ -86,8 +90,13 @@ class Finder:
             if isinstance(leaf, torch.Tensor):
                 self._look_at_grad(name, leaf)
             else:
+                first = len(self.tensors)
                 self._look(name, leaf)
-        self._look_at_optimizers()
+                self.given |= set(range(first, len(self.tensors))) - self._in_modules
+        for name, optimizer in self.optimizers.items():
+            for word, parts_of in (("group", optimizer.param_groups), ("state", optimizer.state.values())):
+                for i, part in enumerate(parts_of):
+                    self._look(_join(name, f"{word}.{i}"), part)
 
     def _look(self, name: str, value: Any, holder: Any = None, key: Any = None, depth: int = 0) -> None:
         if isinstance(value, torch.Tensor):
@@ -105,13 +114,6 @@ class Finder:
         for word, item, place, at in items_of(value):
             self._look(_join(name, word), item, place, at, depth + 1)
 
-    def _look_at_optimizers(self) -> None:
-        for name, optimizer in self.optimizers.items():
-            for i, group in enumerate(optimizer.param_groups):
-                self._look(_join(name, f"group.{i}"), group)
-            for i, kept in enumerate(optimizer.state.values()):
-                self._look(_join(name, f"state.{i}"), kept)
-
     def _look_at_grad(self, name: str, tensor: torch.Tensor) -> None:
         if tensor.is_leaf and tensor.grad is not None and id(tensor) not in self._seen:
             self._seen[id(tensor)] = tensor
@@ -125,14 +127,16 @@ class Finder:
         self._look_at_grad(name, tensor)
 
     def _look_module(self, name: str, module: torch.nn.Module) -> None:
-        root = name.replace(".", "_")
+        root, first = name.replace(".", "_"), len(self.tensors)
         self.modules[root] = module
-        for path, part in module.named_modules():
-            self._seen[id(part)] = part
+        found = [(_join(root, path), part) for path, part in module.named_modules()]
+        self._seen |= {id(part): part for _, part in found}
+        for where, part in found:
             for holder in (vars(part), part._parameters, part._buffers):
                 for key, value in list(holder.items()):
-                    if isinstance(value, torch.Tensor):
-                        self._hold(_join(_join(root, path), key), value, holder, key)
+                    if key not in _TORCHS and isinstance(value, torch.Tensor | list | tuple | dict):
+                        self._look(_join(where, key), value, holder, key, 1)
+        self._in_modules.update(range(first, len(self.tensors)))
 
 
 def _join(one: str, other: str) -> str:
@@ -161,8 +165,11 @@ def items_of(value: Any) -> Iterator[Item]:
             yield from [(str(i), v, value, i) for i, v in enumerate(value)]
         case tuple() | set() | frozenset():
             yield from [(str(i), v, None, None) for i, v in enumerate(value)]
-        case _ if hasattr(value, "__dict__"):
-            yield from [(k, v, vars(value), k) for k, v in list(vars(value).items())]
+        case _:
+            held = getattr(value, "__dict__", {})
+            yield from [(k, v, held, k) for k, v in list(held.items())]
+            slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
+            yield from [(name, getattr(value, name, None), None, None) for name in slots]
 
 
 def variables(function: types.FunctionType) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -284,16 +291,12 @@ def seen(value: Any, depth: int = 0) -> Any:
             return (type(value), [(seen(k, depth + 1), seen(v, depth + 1)) for k, v in list(value.items())])
         case set() | frozenset():
             return (type(value), len(value), sorted(map(repr, value)))
+        case random.SystemRandom():
+            return _Same(value)
         case np.ndarray() | np.generic() if value.dtype != object:
-            return (type(value), str(value.dtype), value.shape, value.tobytes())
-        case random.Random() if not isinstance(value, random.SystemRandom):
-            return (type(value), value.getstate())
-        case np.random.Generator():
-            return (type(value), repr(value.bit_generator.state))
-        case np.random.RandomState():
-            return (type(value), repr(value.get_state()))
-        case bytearray():
-            return (type(value), bytes(value))
+            return pickle.dumps(value)
+        case random.Random() | np.random.Generator() | np.random.RandomState() | bytearray():
+            return pickle.dumps(value)
         case types.GeneratorType():
             frame = value.gi_frame
             return (type(value), frame and (frame.f_lasti, seen(frame.f_locals, depth + 1)))
@@ -414,8 +417,11 @@ class PyState:
         self, name: str, read: Callable[[], Any], function: types.FunctionType, depth: int
     ) -> None:
         value = read()
-        if isinstance(value, types.ModuleType) and is_users(getattr(value, "__file__", None) or "<"):
-            self._look_file(value)
+        is_file = isinstance(value, types.ModuleType) and is_users(getattr(value, "__file__", None) or "<")
+        if is_file and id(value) not in self._seen:
+            self._seen[id(value)] = value
+            for key in [key for key, data in vars(value).items() if key[:2] != "__" and _is_data(data)]:
+                self._add(f"{value.__name__}.{key}", vars(value), key)
         if _is_data(value):
             self.values.append(PyValue(f"'{name}'", read))
         kinds = torch.nn.Module | torch.optim.Optimizer | threading.local
@@ -427,13 +433,6 @@ class PyState:
             is_own = is_users(value.__code__.co_filename)
         if _is_data(value) or is_own:
             self._look(name, value, depth + 1)
-
-    def _look_file(self, module: types.ModuleType) -> None:
-        if id(module) not in self._seen:
-            self._seen[id(module)] = module
-            for key, value in list(vars(module).items()):
-                if not key.startswith("__") and _is_data(value):
-                    self._add(f"{module.__name__}.{key}", vars(module), key)
 
     def _add(self, name: str, holder: Any, key: Any) -> None:
         self.values.append(PyValue(f"'{name}'", partial(holder.get, key, _MISSING)))

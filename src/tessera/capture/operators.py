@@ -308,6 +308,9 @@ def check_tensor(tensor: torch.Tensor, name: str = "a value") -> None:
         kind = str(tensor.layout).removeprefix("torch.")
         what = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else kind
         fail(f"{name} is a {what} tensor", "Use dense, unquantized tensors: .to_dense(), .dequantize().")
+    is_plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    if not (is_plain or isinstance(tensor, FakeTensor) or is_wrapper(tensor)):
+        fail(f"{name} is a {type(tensor).__name__}, whose operators are its own", "Use plain tensors.")
     if is_wrapper(tensor):
         message = f"{name} is a {type(tensor).__name__}, which wraps other tensors"
         fail(message, "Pass its parts, as to_local() of a DTensor, or make it a parameter of a module.")

@@ -373,7 +373,9 @@ class Recorder(OperatorMode):
                 self._launch(func, part, outputs, generator)
         else:
             self._num_views += 1
-            self._note_alias(func, results)
+            pairs = zip(results, func._schema.returns, strict=False)
+            is_told = all(d.alias_info or not isinstance(r, torch.Tensor) for r, d in pairs)
+            self._aliases.update([] if is_told else [str(func)])
         return result
 
     def _unshare(self, tensor: torch.Tensor) -> None:
@@ -401,12 +403,6 @@ class Recorder(OperatorMode):
         source = self._ledger.buffers[self._ledger.index(inputs[0])]
         size = outputs[0].untyped_storage().nbytes()
         return bool(source.constant_hex) and size == source.size_bytes and outputs[0].dtype is inputs[0].dtype
-
-    def _note_alias(self, func: Any, results: Results) -> None:
-        for result, declared in zip(results, func._schema.returns, strict=False):
-            if isinstance(result, torch.Tensor) and declared.alias_info is None:
-                self._aliases[str(func)] += 1
-                return
 
     def own_launch(self, seen: OwnLaunch) -> Callable[[], None] | None:
         self._check_tables(seen)
@@ -439,6 +435,9 @@ class Recorder(OperatorMode):
         self._add_launch(launch)
 
     def _add_launch(self, launch: Launch) -> None:
+        if any(a.write and self._ledger.buffers[a.buffer].constant_hex for a in launch.accesses):
+            remedy = "Pass it as an argument, or register it on its module with register_buffer."
+            fail("the call changes a tensor that is neither an argument nor found in what it holds", remedy)
         if any(a.read and a.buffer in self._varying for a in launch.accesses):
             self._varying.update(a.buffer for a in launch.accesses if a.write or a.atomic)
         self._ledger.launch(launch)

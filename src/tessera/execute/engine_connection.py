@@ -116,16 +116,13 @@ class EngineConnection:
     def take(self, block: bool) -> Any:
         """Reads messages itself; the mailbox's thread does while its caller computes."""
         if self._news.empty() and not self._is_over:
-            self._lead(block)
+            self._waiting = threading.get_ident() if block else 0
+            while self._news.empty() and self.mailbox.lead(None if block else 0.0) and block:
+                pass
+            self._waiting = 0
         if not block and self._news.empty():  # the usual case, without an exception
             return None
         return self._news.get()
-
-    def _lead(self, block: bool) -> None:
-        self._waiting = threading.get_ident() if block else 0
-        while self._news.empty() and self.mailbox.lead(None if block else 0.0) and block:
-            pass
-        self._waiting = 0
 
     def post(self, news: Any) -> None:
         self._news.put(news)

@@ -286,7 +286,11 @@ class _Checker:
         self._fetched: list[deque[int]] = [deque() for _ in program.instructions]
 
     def check(self) -> None:
-        self._check_launches()
+        ran = {i.launch for column in self._program.instructions for i in column if isinstance(i, ir.Run)}
+        missing = sorted(set(range(len(self._graph.trace.launches))) - ran)
+        if ran and missing:
+            name = self._graph.trace.kernel_of(missing[0]).name
+            raise self._broken("every launch runs once", 0, f"launch {missing[0]} ({name}) does not run")
         num_run = [0] * len(self._program.instructions)
         for device, instruction in in_order(self._program):
             num_run[device] += 1
@@ -315,13 +319,6 @@ class _Checker:
                 what = self._words(column[num_run[device]])
                 raise self._broken("no circular wait", device, f"{what} never comes")
         self._check_end()
-
-    def _check_launches(self) -> None:
-        ran = {i.launch for column in self._program.instructions for i in column if isinstance(i, ir.Run)}
-        missing = sorted(set(range(len(self._graph.trace.launches))) - ran)
-        if ran and missing:
-            name = self._graph.trace.kernel_of(missing[0]).name
-            raise self._broken("every launch runs once", 0, f"launch {missing[0]} ({name}) does not run")
 
     def _check_run(self, device: int, run: ir.Run) -> None:
         trace, values, held = self._graph.trace, self._graph.values, self._held[device]

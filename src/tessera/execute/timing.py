@@ -363,11 +363,7 @@ def _integers(
         chosen = max(1, round(count * (1.0 - (1.0 - 1.0 / count) ** rows)))
         return torch.arange(1, count + 1, device=device) * chosen // count * rows // chosen
     if base in INDEXED:
-        most = max(1, _least_extent(launch, view))
-        return torch.randint(0, most, (count,), device=device, generator=chance)
+        # Valid in every other tensor along every dimension.
+        most = min((n for v in launch.arg_views if v.buffer != view.buffer for n in v.shape), default=1)
+        return torch.randint(0, max(1, most), (count,), device=device, generator=chance)
     return torch.randint(1, SMALL, (count,), device=device, generator=chance)
-
-
-def _least_extent(launch: Launch, index: View) -> int:
-    """An index below this is valid in every other tensor along every dimension."""
-    return min((n for v in launch.arg_views if v.buffer != index.buffer for n in v.shape), default=1)

@@ -65,10 +65,6 @@ def _part_on_cuda(
     return rotated(lambda rows, ends: torch._grouped_mm(rows, weight, offs=ends), x, offsets, first, num)
 
 
-def _part_shaped(x: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
-    return x.new_empty((x.shape[0], weight.shape[2]))
-
-
 def _join_on_cpu(call: Any) -> None:
     rows = slice(int(call.offsets[call.first - 1]) if call.first else 0, int(call.offsets[call.last - 1]))
     call.into[rows] = call.part[rows]
@@ -83,5 +79,5 @@ def _join_on_cuda(
 
 
 JOIN = "(Tensor(a!) into, Tensor part, Tensor offsets, int first, int last, float share) -> ()"
-register("grouped_part", PART, _part_shaped, _part_on_cpu, _part_on_cuda)
+register("grouped_part", PART, lambda x, w, *_: x.new_empty(len(x), w.shape[2]), _part_on_cpu, _part_on_cuda)
 register("grouped_join", JOIN, lambda *_: None, _join_on_cpu, _join_on_cuda)

@@ -175,10 +175,6 @@ def dequantise(
     return weight if order is None else torch.empty_like(weight).index_copy_(-1, order, weight)
 
 
-def _linear_on_cpu(call: Any) -> torch.Tensor:
-    return linear(call.x, _plain(call, call.order), call.bias)
-
-
 def _grouped_on_cpu(call: Any) -> torch.Tensor:
     out = empty_part(call.x, call.codes.shape[1], call.offsets)
     for expert, rows in chosen(call.offsets, getattr(call, "first", 0), call.codes.shape[0]):
@@ -197,7 +193,7 @@ def _shaped(x: torch.Tensor, codes: torch.Tensor, *_: object) -> torch.Tensor:
 
 
 for _name, _more, _on_cpu in (
-    ("packed_linear", "Tensor? order, Tensor? bias", _linear_on_cpu),
+    ("packed_linear", "Tensor? order, Tensor? bias", lambda x: linear(x.x, _plain(x, x.order), x.bias)),
     ("packed_grouped", "Tensor offsets", _grouped_on_cpu),
     ("packed_part", "Tensor offsets, int first, float share", _grouped_on_cpu),
 ):

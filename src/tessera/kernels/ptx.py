@@ -83,7 +83,8 @@ def _report(kernel: Kernel) -> KernelReport | str:
 
 def _against(report: KernelReport, launch: Launch) -> str:
     """Why the report does not settle this launch."""
-    if not report.movable and not all(isinstance(_arg(launch, i), tuple) for i in report.tables or (-1,)):
+    given = dict(enumerate(launch.args))
+    if not report.movable and not all(isinstance(given.get(i), tuple) for i in report.tables or (-1,)):
         return "; ".join(report.why)
     if len(report.params) < len(launch.args):
         return f"its PTX has {len(report.params)} parameters for {len(launch.args)} arguments"
@@ -96,10 +97,6 @@ def _against(report: KernelReport, launch: Launch) -> str:
         if access.is_tensor_map or access.offset or not isinstance(arg, View | tuple):
             return f"parameter {access.param} holds an address that is no argument"
     return ""
-
-
-def _arg(launch: Launch, place: int) -> Arg:
-    return launch.args[place] if 0 <= place < len(launch.args) else None
 
 
 def _hints(launch: Launch) -> ParamHints:

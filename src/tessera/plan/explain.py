@@ -176,7 +176,7 @@ def _launches(problem: Problem) -> dict[tuple[str, str], list[tuple[int, int]]]:
     launches: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for step, graph in enumerate(problem.unit.graphs):
         for index, launch in enumerate(graph.trace.launches):
-            key = graph.trace.kernel_of(index).name, _kind_of(launch.scope)
+            key = graph.trace.kernel_of(index).name, re.sub(r"\b\d+\b", "*", launch.scope)
             launches.setdefault(key, []).append((step, index))
     return launches
 
@@ -186,10 +186,6 @@ def _nodes(problem: Problem) -> dict[tuple[str, str], Labels]:
     node_of, launches = problem.node_of, _launches(problem)
     nodes = {key: np.unique([node_of[step][n] for step, n in at]) for key, at in launches.items()}
     return dict(sorted(nodes.items(), key=lambda x: -float(problem.load_us[x[1]].max(axis=1).sum())))
-
-
-def _kind_of(scope: str) -> str:
-    return re.sub(r"\b\d+\b", "*", scope)
 
 
 def _bytes(problem: Problem, column: Column) -> float:

@@ -166,7 +166,10 @@ def against_model(rows: Rows, spec: Gpu) -> tuple[Array, Mask, Mask]:
 
 def _judged(root: Path, rows: Rows, surface: Surface, cache_to: Path) -> tuple[Array, float, list[float]]:
     """Errors by distance, spread between stacks, log ratios to other tables of the chip."""
-    others = _of_the_same_chip(root, rows.file)
+    chip = gpu(rows.file.gpu).chip
+    alike = [g.name for g in GPUS.values() if g.chip == chip and g.name in table_files.SYSTEMS]
+    found = (f for name in alike for f in table_files.files_of(root, name, rows.file.op))
+    others = [file for file in found if file != rows.file]
     paths = [rows.file.path, *(other.path for other in others)]
     words = ("verdict", rows.file.op, rows.variant, _fitted())
 
@@ -192,12 +195,6 @@ def _compared(rows: Rows, others: list[TableFile], cache_to: Path) -> tuple[list
         if other.gpu == rows.file.gpu and other.stack != rows.file.stack:
             spreads.append(float(np.median(np.abs(off))))
     return ratios, spreads
-
-
-def _of_the_same_chip(root: Path, file: TableFile) -> list[TableFile]:
-    chip = gpu(file.gpu).chip
-    alike = [g.name for g in GPUS.values() if g.chip == chip and g.name in table_files.SYSTEMS]
-    return [f for name in alike for f in table_files.files_of(root, name, file.op) if f != file]
 
 
 @cache

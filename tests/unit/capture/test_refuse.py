@@ -50,6 +50,7 @@ def test_a_quantized_tensor_is_refused() -> None:
 def test_a_write_that_no_schema_declares_is_refused() -> None:
     """Training batch norm changes its running statistics unsaid."""
     norm = torch.nn.BatchNorm1d(8)
+    norm.num_batches_tracked = None
 
     with pytest.raises(CaptureError, match=r"running statistics.*eval\(\)"):
         capture(norm)

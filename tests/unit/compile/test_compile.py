@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tessera.capture.record import capture
 from tessera.compile import Session, backend
 from tessera.errors import TesseraError, UnknownName, WorkerError
 from tessera.execute.offline import RunResult
@@ -226,6 +227,40 @@ def test_threads_share_the_workers() -> None:
         thread.join()
 
     assert all(r is not None and torch.equal(model(x), r) for x, r in zip(inputs, results, strict=True))
+
+
+def test_a_call_beside_a_capture_has_the_models_own_state() -> None:
+    """While one thread captures a module, another's call reads and writes what the module really holds."""
+
+    class Counting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.get_buffer("count").add_(1)
+
+    model = Counting()
+    fn, own = compiled(model, ONE), id(model.get_buffer("count"))
+    results = [fn(torch.ones(2)).tolist()]
+    threads: list[threading.Thread] = []
+
+    def beside() -> None:
+        with torch.no_grad():
+            results.append(fn(torch.ones(2)).tolist())
+
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = model(x)
+        if not threads and id(model.get_buffer("count")) != own:
+            threads.append(threading.Thread(target=beside))
+            threads[0].start()
+            threads[0].join(0.3)
+        return y
+
+    capture(slow, torch.ones(2))
+    threads[0].join()
+
+    assert [[1, 1], [2, 2], [2, 2]] == [*results, model.get_buffer("count").tolist()]
 
 
 def test_a_graph_break_and_a_branch_on_data_are_right() -> None:

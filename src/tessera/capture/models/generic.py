@@ -16,7 +16,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from tessera.capture.blocks import open_dataclasses, path
+from tessera.capture.blocks import path
+from tessera.capture.holders import Finder
 from tessera.capture.models import checkpoint, examples
 from tessera.capture.models.examples import PIXELS
 from tessera.capture.reads import traced
@@ -89,9 +90,10 @@ def parameter_of(part: Callable[..., Any], *names: str) -> str:
 
 
 def flatten(result: Any) -> dict[str, torch.Tensor]:
-    open_dataclasses(result)
-    leaves, _ = pytree.tree_flatten_with_path(result)
-    return {path(keys) or "output": leaf for keys, leaf in leaves if isinstance(leaf, torch.Tensor)}
+    leaves = [(path(keys) or "output", leaf) for keys, leaf in pytree.tree_flatten_with_path(result)[0]]
+    held = Finder(None, [(name, leaf) for name, leaf in leaves if is_dataclass(leaf)]).tensors
+    tensors = {name: leaf for name, leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return tensors | {found.name: found.tensor for found in held}
 
 
 @contextmanager

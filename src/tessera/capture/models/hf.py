@@ -115,12 +115,9 @@ def another(workload: Workload, step: Step) -> Workload:
 def _transformers() -> Any:
     transformers = extra_module("transformers", "hf")
     for name in _ADVISERS:
-        logging.getLogger(name).addFilter(_is_about_the_model)
+        logger = logging.getLogger(name)
+        logger.addFilter(lambda record: not any(words in record.getMessage() for words in _ADVICE))
     return transformers
-
-
-def _is_about_the_model(record: logging.LogRecord) -> bool:
-    return not any(words in record.getMessage() for words in _ADVICE)
 
 
 def _workload(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) -> Workload:

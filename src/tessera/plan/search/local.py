@@ -84,7 +84,11 @@ class Search:
         return tuple(mix for _, mix in ordered[: self.task.config.num_finalists[self.task.is_large]])
 
     def climb(self) -> None:
-        self._look_at_singles()
+        for key in (lambda c: float(c.busy_us.max()), lambda c: c.path_us):
+            for column in sorted(self.task.pool.columns, key=key)[: self.task.config.num_single]:
+                held = self.task.pool.held_by((column,))
+                if held is not None and self._left > 0:
+                    self.look(held)
         moved: set[Team] = set()
         while self._left > 0:
             teams = ((figure, self._team(mix)) for figure, mix in self.rated)
@@ -100,14 +104,6 @@ class Search:
                         num += self.look(self._mix(other)) > 0.0
                     if num == self.task.config.num_moves or self._left <= 0:
                         break
-
-    def _look_at_singles(self) -> None:
-        columns = self.task.pool.columns
-        for key in (lambda c: float(c.busy_us.max()), lambda c: c.path_us):
-            for column in sorted(columns, key=key)[: self.task.config.num_single]:
-                held = self.task.pool.held_by((column,))
-                if held is not None and self._left > 0:
-                    self.look(held)
 
     def _team(self, mix: Mix) -> Counter[Column]:
         """At most one lane per microbatch: those with the largest shares."""
