@@ -46,6 +46,8 @@ ADDRESS = "exposes a tensor's memory, where reads are not seen"
 _WITHIN = "Compute with torch's operators, or make a custom operator of it (torch.library.custom_op)."
 _VALUES = ("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__",
            "__complex__", "__repr__", "__format__", "__reduce_ex__", "__deepcopy__")  # fmt: skip
+# A tensor in a message of transformers; as a key, it is told by the error.
+UNREAD = "a tensor's value, which a step cannot read"
 _ADDRESSES = ("data_ptr", "__dlpack__", "share_memory_", "__cuda_array_interface__")
 _STORAGE = ("data_ptr", "_write_file", "_share_fd_cpu_", "_share_filename_cpu_")
 _CLOCKS: frozenset[Any] = frozenset(
@@ -94,7 +96,7 @@ def _transformers_traced() -> Iterator[None]:
 
     def write(tensor: torch.Tensor, how: str) -> str:
         is_mine = is_traced() and not is_users(sys._getframe(1).f_code.co_filename)
-        return "tensor" if is_mine else written(tensor, how)
+        return UNREAD if is_mine else written(tensor, how)
 
     os.environ[NO_CHECKS] = "1"
     try:

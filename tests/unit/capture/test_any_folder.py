@@ -100,6 +100,26 @@ def test_a_model_without_a_cache_has_the_plain_call_alone(tmp_path: Path) -> Non
     assert ("prefill", "decode", "call") == steps_of_model(str(tmp_path / "c"))
 
 
+SWITCH = "switch_transformers", "SwitchTransformersForConditionalGeneration"
+
+
+def test_a_decoder_gets_the_class_of_its_encoders_result(tmp_path: Path) -> None:
+    """Switch Transformers ask it for the routing."""
+    Model(*SWITCH, BY_NAME["t5"].sizes).write(tmp_path)  # of fewer layers than mixtures: it has none
+    decode = build(step_of(str(tmp_path), "decode"))
+    outputs = decode.run(decode.make_inputs(0), decode.make_state(0))
+
+    assert outputs["logits"].isfinite().all()
+
+
+def test_experts_that_are_chosen_by_name_are_refused_as_a_value_that_is_read(tmp_path: Path) -> None:
+    """Values in the messages of transformers are not read, but the name of an expert is."""
+    sizes = {**BY_NAME["t5"].sizes, "num_experts": 2, "num_sparse_encoder_layers": 1}
+    Model(*SWITCH, sizes).write(tmp_path)
+    with pytest.raises(CaptureError, match="expert_a tensor's value, which a step cannot read"):
+        build(step_of(str(tmp_path), "decode"))
+
+
 def test_a_model_with_a_table_of_attention_classes_gets_one_of_them() -> None:
     """The picture encoder of DeepSeek-OCR 2 knows eager and sdpa."""
     kinds = transformers.DeepseekOcr2ForConditionalGeneration, transformers.LlamaForCausalLM

@@ -207,7 +207,7 @@ class CachedSteps:
         self._positions = parameter_of(model, "decoder_position_ids", "position_ids")
         self._mask = parameter_of(model, "decoder_attention_mask", "attention_mask")
         self._cache = parameter_of(model, *CACHES)
-        self._encoded = self._encode() if self._is_pair else None
+        self._encoded: Any = self._encode() if self._is_pair else None
         self._picture: int | None = None
         self._num_seen = self._count_seen() if self._is_prefill else 0
         self._learn()
@@ -218,11 +218,10 @@ class CachedSteps:
     def _examples(self, seed: int, name: str) -> dict[str, torch.Tensor]:
         return examples.example_inputs(self._model, self._step, seed, [name])
 
-    def _encode(self) -> torch.Tensor:
+    def _encode(self) -> Any:
         inputs = placed(self._model, lambda: self._examples(0, self._model.main_input_name))
         with isolated(self._model):
-            encoded: torch.Tensor = self._model.get_encoder()(**inputs)[0]
-        return encoded
+            return self._model.get_encoder()(**inputs)
 
     def _count_seen(self) -> int:
         if takes(self._model, PIXELS):
@@ -260,9 +259,10 @@ class CachedSteps:
                 errors.append(error)
             else:
                 return
-        message = f"the cache of {self._config.model_type} cannot be followed: {first_line(errors[0])}"
+        cause = next((e for e in errors if RowCache.__name__ not in str(e)), errors[0])
+        message = f"the cache of {self._config.model_type} cannot be followed: {first_line(cause)}"
         remedy = "Capture --step call, or write a module:callable that returns a Workload."
-        raise CaptureError(message, remedy, self._step.model) from errors[0]
+        raise CaptureError(message, remedy, self._step.model) from cause
 
     def _learn_with(self, cache: Any) -> None:
         rows = getattr(cache, "self_attention_cache", cache)
@@ -311,9 +311,7 @@ class CachedSteps:
             cache.begin(inputs["positions"], last)
         arguments: dict[str, Any] = {}
         if self._is_pair:
-            from transformers.modeling_outputs import BaseModelOutput
-
-            arguments["encoder_outputs"] = BaseModelOutput(last_hidden_state=inputs[ENCODED])
+            arguments["encoder_outputs"] = type(self._encoded)(last_hidden_state=inputs[ENCODED])
         if PIXELS in inputs:
             arguments[PIXELS] = inputs[PIXELS]
         if "mask" in inputs:
@@ -354,8 +352,8 @@ class CachedSteps:
         if self._has_positions:
             inputs["positions"] = start + torch.arange(width)
         if self._encoded is not None:
-            noise = torch.randn(self._encoded.shape, generator=random)
-            inputs[ENCODED] = noise.to(self._encoded.dtype)
+            noise = torch.randn(self._encoded[0].shape, generator=random)
+            inputs[ENCODED] = noise.to(self._encoded[0].dtype)
         return inputs
 
     def _inputs(self, seed: int) -> dict[str, torch.Tensor]:
