@@ -105,7 +105,8 @@ SWITCH = "switch_transformers", "SwitchTransformersForConditionalGeneration"
 
 def test_a_decoder_gets_the_class_of_its_encoders_result(tmp_path: Path) -> None:
     """Switch Transformers ask it for the routing."""
-    Model(*SWITCH, BY_NAME["t5"].sizes).write(tmp_path)  # of fewer layers than mixtures: it has none
+    sizes = {**BY_NAME["t5"].sizes, "num_decoder_layers": 2}  # fewer layers than mixtures: it has none
+    Model(*SWITCH, sizes).write(tmp_path)
     decode = build(step_of(str(tmp_path), "decode"))
     outputs = decode.run(decode.make_inputs(0), decode.make_state(0))
 
