@@ -147,6 +147,8 @@ def test_processes_of_torchrun_find_the_rendezvous(monkeypatch: pytest.MonkeyPat
     ("words", "message"),
     [
         (["serve", "tiny-llama", "--rendezvous", "nowhere"], "no HOST:PORT"),
+        (["serve", "tiny-llama", "--rank", "1"], "--rendezvous: no address is given"),
+        (["serve", "tiny-llama", "--secret-file", __file__], "--rendezvous: no address is given"),
         (["serve", "tiny-llama", "--rendezvous", "10.1.2.3:4"], "--secret-file"),
         (["serve", "tiny-llama", "--rendezvous", "127.0.0.1:0", "--ray", "local"], "one way only"),
         (["serve", "tiny-llama", "--ray", "ray://10.1.2.3:10001"], "--ray auto"),

@@ -51,7 +51,7 @@ class MeetingOptions:
     @property
     def meeting(self) -> "Meeting | None":
         """None: all workers are processes of this machine, or Ray's."""
-        if not self.rendezvous and not self.torchrun:
+        if not (self.rendezvous or self.torchrun or self.rank or self.secret_file):
             return None
         if self.ray is not None:
             raise TesseraError("the workers can meet in one way only", "Leave one out.", "--ray")

@@ -20,7 +20,7 @@ from tessera.cli.plan import LinkOption, MemoryOption
 from tessera.cli.plan_model import EffortOption, FrequenciesOption, MemoryShareOption, frequencies_of
 from tessera.cli.remote import MeetingOptions
 from tessera.cli.run import TransportOption
-from tessera.errors import TesseraError, extra_module
+from tessera.errors import TesseraError, check_known, extra_module
 from tessera.ir import MEMORY_SHARE, Cluster, Load
 from tessera.ir.files import packaged, read_text
 from tessera.profile import cap_memory, parse_devices
@@ -190,9 +190,10 @@ class ServeConfig(MeetingOptions):
         return (str(self.tls_cert), str(self.tls_key)) if self.tls_cert and self.tls_key else None
 
     def check(self) -> None:
-        from tessera.execute.transport import check_name
+        from tessera.execute.transport import NAMES
         from tessera.serve.limits import read_keys
-        from tessera.serve.policies import check_policy
+        from tessera.serve.policies import POLICIES
+        from tessera.serve.records import AUTO
         from tessera.serve.server import check_tls
 
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -202,8 +203,8 @@ class ServeConfig(MeetingOptions):
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             message = f"--root-path must begin with / and not end with it, got {self.root_path!r}"
             raise TesseraError(message, "Write /llm.")
-        check_name(self.transport)
-        check_policy(self.policy)
+        check_known("transport", self.transport, NAMES, "--transport")
+        check_known("policy", self.policy, (AUTO, *POLICIES), "--policy")
         read_keys(self.api_key or ())
         _adapters(self.lora or [])
 
@@ -214,7 +215,6 @@ class ServeConfig(MeetingOptions):
         return HttpLimits(body_bytes=self.max_body, requests=self.max_requests, drain_s=self.drain)
 
     def spec(self, cluster: Cluster) -> "ServeSpec":
-        from tessera.serve.policies import check_policy
         from tessera.serve.records import ServeSpec, sizes_for
 
         usual, frequencies = sizes_for(cluster), sorted(frequencies_of(self.expert_frequencies).items())
@@ -224,7 +224,7 @@ class ServeConfig(MeetingOptions):
             self.max_model_len,
             self.max_batch_tokens,
             memory_share=self.memory_share,
-            policies=(check_policy(self.policy),),
+            policies=(self.policy,),
             random_weights=self.random_weights,
             effort=self.effort,
             adapters=_adapters(self.lora or []),

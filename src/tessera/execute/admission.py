@@ -66,19 +66,15 @@ class FairQueue(Generic[T]):
                 self._by_client[client] = items
             return item
 
-    def remove(self, client: str, item: T) -> bool:
+    def remove(self, client: str, item: T) -> None:
         with self._lock:
             if item in self._returned:
                 self._returned.remove(item)
-                return True
-            items = self._by_client.get(client)
-            if items is None or item not in items:
-                return False
-            items.remove(item)
-            self._num -= 1
-            if not items:
-                del self._by_client[client]
-            return True
+            elif (items := self._by_client.get(client)) is not None and item in items:
+                items.remove(item)
+                self._num -= 1
+                if not items:
+                    del self._by_client[client]
 
 
 @dataclass(slots=True, eq=False)
@@ -135,9 +131,6 @@ class Turns:
         """Steps of these have ended or are lost; returns microbatches that may start."""
         for number in microbatches:
             self._running.pop(number, None)
-        if not self._held:
-            return []
-        for number in microbatches:
             self._held.pop(number, None)
         free = []
         for held, by in list(self._held.items()):

@@ -25,6 +25,7 @@ import torch.multiprocessing  # teaches pickle to pass tensors through shared me
 from tessera.errors import TesseraError, WorkerError
 from tessera.execute import messages, worker
 from tessera.execute.mailbox import Hangup, Mailbox, PeerConnection
+from tessera.execute.memory import sharing
 from tessera.execute.processes import FORKSERVER, LocalProcess, warm_up
 from tessera.execute.rendezvous import MAX_ASKED_BYTES, Board, Rendezvous, WorkerGroup
 from tessera.execute.stepper import DeviceStatus, WorkerState
@@ -133,7 +134,10 @@ class Hub:
 
     def start(self) -> None:
         home = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        self._folder = tempfile.mkdtemp(prefix=f"tessera-{os.getpid()}-", dir=home)
+        with sharing("the workers"):
+            self._folder = tempfile.mkdtemp(prefix=f"tessera-{os.getpid()}-", dir=home)
+            sizes = [(setup.microbatches, 2) for setup in self.setups]
+            progress = [torch.full(size, -1, dtype=torch.int64).share_memory_() for size in sizes]
         host, secret = "", b""
         if self._rendezvous is not None:
             host, secret, address = self._rendezvous.host, self._rendezvous.secret, self._rendezvous.address
@@ -144,8 +148,7 @@ class Hub:
             address = self._mailbox.listen(f"ipc://{self._folder}/engine", self._hear, b"", self._max_bytes)
         session = {"engine": address, "secret": secret, "host": host, "folder": self._folder}
         for device, setup in enumerate(self.setups):
-            progress = torch.full((setup.microbatches, 2), -1, dtype=torch.int64).share_memory_()
-            self.setups[device] = replace(setup, progress=progress, **session)  # type: ignore[arg-type]
+            self.setups[device] = replace(setup, progress=progress[device], **session)  # type: ignore[arg-type]
         if self._method == FORKSERVER and any(member.is_local for member in self.members):
             warm_up()
         self._start_due()

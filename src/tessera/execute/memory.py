@@ -10,17 +10,20 @@ Weights of several plans are counted once. Not counted: scratch memory inside a 
 and the shared memory of transfers (`landing`).
 """
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import cycle, zip_longest
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from tessera import ir
-from tessera.errors import DeviceMemoryError, MismatchError
+from tessera.errors import DeviceMemoryError, MismatchError, WorkerError, first_line
 from tessera.execute.lower import check_programs, fetched_by, lower
 from tessera.execute.schedule import until_wait
 from tessera.ir import units
@@ -312,6 +315,18 @@ def part_of(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     part = flat.view(-1, width)[:, first:last]
     return part.view(torch.int16).view(-1, rows, columns).transpose(1, 2) if rows else part
+
+
+@contextmanager
+def sharing(what: str) -> Iterator[None]:
+    """Around shared memory, of which a container has little."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        for file in Path("/dev/shm").glob(f"torch_{os.getpid()}_*"):  # torch leaves the one it could not fill
+            file.unlink(missing_ok=True)
+        remedy = "Make room in /dev/shm (containers: --shm-size), or allow more open files (ulimit -n)."
+        raise WorkerError(f"no shared memory for {what}: {first_line(error)}", remedy) from error
 
 
 def copied(view: torch.Tensor, is_shared_memory: bool = False) -> torch.Tensor:

@@ -28,8 +28,8 @@ from msgspec import Meta
 
 from tessera.errors import MismatchError, RuleBroken, TesseraError, WorkerError
 from tessera.execute.lanes import Lanes
-from tessera.execute.memory import copied, flat_bytes, part_of, whole_of
-from tessera.ir import BufferKind, Cluster, Program, Trace, verify
+from tessera.execute.memory import copied, flat_bytes, part_of, sharing, whole_of
+from tessera.ir import BufferKind, Cluster, Program, Trace, units, verify
 
 # Rank of a worker that takes any free device.
 ANY_RANK = -1
@@ -397,10 +397,10 @@ def make_setups(
 ) -> list[Setup]:
     cluster, traces = loaded.all[0].plan.cluster, tuple(g.trace for g in loaded.graphs)
     names = {t.buffers[b].name for t in traces for b in t.buffers_of(BufferKind.WEIGHT)}
-    shared = {name: weights[name].detach().share_memory_() for name in names if name in weights}
-    for name in names - shared.keys():
-        if whole_of(name) in weights:
-            shared[name] = copied(part_of(name, weights), is_shared_memory=True)
+    with sharing(f"weights of {units.size(sum(weight.nbytes for weight in weights.values()))}"):
+        shared = {name: weights[name].detach().share_memory_() for name in names if name in weights}
+        parts = [name for name in names - shared.keys() if whole_of(name) in weights]
+        shared |= {name: copied(part_of(name, weights), is_shared_memory=True) for name in parts}
     sizes = (microbatches, transport, 0, (0,) * len(cluster.devices), scale, is_profiled)
     common = (cluster, traces, tuple(map(tuple, programs)), *sizes)
     return [

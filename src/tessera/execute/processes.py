@@ -22,9 +22,12 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+from tessera.errors import TesseraError
+
 FORKSERVER = "forkserver"
 PRELOADED = ["tessera.execute.worker"]
-MAX_FILES = 1 << 16
+# zmq ends a process that has none left.
+LEAST_FILES, MAX_FILES = 256, 1 << 16
 KILL_S = 5.0
 
 _hiding = threading.Lock()
@@ -33,6 +36,8 @@ _hiding = threading.Lock()
 def raise_file_limit() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if limit < LEAST_FILES:
+        raise TesseraError(f"this shell allows {limit} open files only", f"Use ulimit -n {LEAST_FILES}.")
     if soft < limit:
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

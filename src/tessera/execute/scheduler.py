@@ -162,10 +162,6 @@ class Scheduler(Generic[R]):
         self.queue.push(client, request)
         self._may_seat = True
 
-    def forget(self, request: R, client: str = "") -> bool:
-        self._retries.pop(request, None)
-        return self.queue.remove(client, request)
-
     def switch(self, policy: int) -> None:
         self.policy = policy
         self._renew()
@@ -344,8 +340,6 @@ class Scheduler(Generic[R]):
             self._may_seat = True
         self._watcher.stepped(microbatch, done)
         for request in left:
-            if self._retries:
-                self._retries.pop(request, None)
             self._watcher.finished(request)
 
     def _settled(self, microbatch: Microbatch[R]) -> None:
@@ -391,7 +385,6 @@ class Scheduler(Generic[R]):
         if event.is_certain:
             num, most = self._retries.get(request, 0) + 1, self._config.max_retries
             if most is not None and num > most:
-                del self._retries[request]
                 self._watcher.failed(request, f"its devices were lost again: {event.text}")
                 return
             self._retries[request] = num
@@ -422,5 +415,4 @@ class Scheduler(Generic[R]):
 
     def _fail_waiting(self) -> None:
         while (request := self.queue.pop()) is not None:
-            self._retries.pop(request, None)
             self._watcher.failed(request, self.failure)

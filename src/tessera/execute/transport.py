@@ -77,13 +77,9 @@ def copier(into: torch.Tensor, contents: torch.Tensor) -> Callable[[], object]:
     return partial(np.copyto, into.numpy(), contents.numpy())
 
 
-def check_name(name: str) -> None:
-    check_known("transport", name, NAMES)
-
-
 def resolve(name: str, devices: Sequence[Device], is_local: bool) -> str:
     """Resolves `auto`; raises WorkerError if these workers cannot use the transport."""
-    check_name(name)
+    check_known("transport", name, NAMES, "--transport")
     kinds = {device.kind is DeviceKind.CUDA for device in devices}
     if name == AUTO:
         if not is_local:

@@ -252,7 +252,7 @@ class Engine(Watcher[ActiveRequest]):
 
     def _drop(self, request: ActiveRequest) -> None:
         if not request.is_over:
-            self.scheduler.forget(request, request.ask.client)
+            self.scheduler.queue.remove(request.ask.client, request)
             self.finish(request, "cancelled")
 
     def _end_all(self, why: str) -> None:

@@ -25,7 +25,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from tessera.errors import LoadError
+from tessera.errors import LoadError, first_line
 from tessera.ir import Arrivals
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 32
@@ -64,9 +64,9 @@ def _named() -> Iterator[None]:
         message, place = f"cannot connect: {error.os_error}", f"{error.host}:{error.port}"
         raise LoadError("connect", message, "Is the server running?", place) from None
     except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
-        raise LoadError("closed", f"the server closed the connection: {_short(str(error))}") from None
+        raise LoadError("closed", f"the server closed the connection: {first_line(error)}") from None
     except (aiohttp.ClientError, aiohttp.http.HttpProcessingError, ValueError) as error:
-        raise LoadError("protocol", f"the answer is not HTTP/1.1: {_short(str(error))}") from None
+        raise LoadError("protocol", f"the answer is not HTTP/1.1: {first_line(error)}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,11 +188,7 @@ def _error_message(error: Any) -> str:
 
 
 def _text(data: bytes) -> str:
-    return _short(data[:SHOWN_CHARS].decode("utf-8", "replace"))
-
-
-def _short(text: str) -> str:
-    return " ".join(text[:SHOWN_CHARS].split())
+    return first_line(data[:SHOWN_CHARS].decode("utf-8", "replace"))
 
 
 @dataclass(frozen=True, slots=True)

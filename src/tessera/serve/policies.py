@@ -18,7 +18,7 @@ import numpy as np
 from tessera import ir
 from tessera.adapt.controller import Change, Replanned
 from tessera.adapt.drift import Factors
-from tessera.errors import DeviceMemoryError, PlanInfeasible, check_known
+from tessera.errors import DeviceMemoryError, PlanInfeasible
 from tessera.execute.lower import homes_of
 from tessera.execute.memory import check_fits, footprints, ready_programs
 from tessera.plan import fluid, search_config
@@ -37,11 +37,6 @@ POLICIES = (*DRAFTED, LATENCY)
 LEAST_GAIN = 1.02
 MAX_REHEARSED, MAX_DRAFTS = 8, 1024
 MAX_RUNS = 128
-
-
-def check_policy(name: str) -> str:
-    check_known("policy", name, (AUTO, *POLICIES))
-    return name
 
 
 @dataclass(frozen=True)

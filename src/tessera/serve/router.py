@@ -306,6 +306,7 @@ class Router(Scheduler[ActiveRequest]):
         return False
 
     def drop(self, request: ActiveRequest) -> None:
+        self._retries.pop(request, None)
         transit = self._transits.get(request)
         if transit is not None:
             self._end_transit(transit)

@@ -13,6 +13,7 @@ end with an error. A second signal ends the server at once.
 import asyncio
 import errno
 import logging
+import re
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterator
@@ -34,6 +35,8 @@ OWN_FILES = 256
 # Queued by the system, and accepted at once.
 BACKLOG, ACCEPTED_AT_ONCE = 4096, 64
 READ_BYTES = 2**14
+# Offers of other protocols are ignored; the parser would take the body for one (Java's client offers HTTP/2).
+UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 # For cancelled streams to send their error.
 LAST_WORDS_S = 2.0
 TOO_MANY = (
@@ -95,14 +98,12 @@ class Connection(asyncio.BufferedProtocol):
             self._start_idle_timer()
         self.received += nbytes
         is_rest = is_idle and self._http.is_in_body
-        self._http.data_received(bytes(self._table.buffer[:nbytes]))
+        data = bytes(self._table.buffer[:nbytes])
+        self._http.data_received(data if self._http.is_in_body else UPGRADE.sub(b"\r\nx-offer:", data))
         if is_rest and not self._http.is_in_body:
             self.received = 0
         if is_idle and self.received > (self._limits.bodies_bytes if is_rest else HEAD_BYTES):
             self._drop()
-
-    def eof_received(self) -> None:
-        self._http.eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._table.num_open -= 1
@@ -250,10 +251,9 @@ def bind(host: str, port: int) -> socket.socket:
         bound.bind(address)
     except OSError as error:
         bound.close()
-        if error.errno == errno.EADDRINUSE:
-            remedy = "Choose another: --port 0 finds a free one."
-            raise TesseraError("the port is in use", remedy, place) from None
-        raise TesseraError(f"cannot listen: {error.strerror}", "Choose another port.", place) from None
+        is_taken = error.errno == errno.EADDRINUSE
+        what = "the port is in use" if is_taken else f"cannot listen: {error.strerror}"
+        raise TesseraError(what, "Choose another: --port 0 or --host 0.0.0.0.", place) from None
     return bound
 
 

@@ -61,7 +61,7 @@ class SingleDeviceService:
         self._thread = ThreadPoolExecutor(1, "tessera-single-device")
         self._running = self._tokens = 0
         self._busy_s, self._begun_s = 0.0, time.monotonic()
-        self._finished = dict.fromkeys(("stop", "cancelled"), 0)
+        self._finished = dict.fromkeys(("stop", "cancelled", "error"), 0)
 
     def __enter__(self) -> Self:
         return self
@@ -101,14 +101,15 @@ class SingleDeviceService:
     def _compute(self) -> None:
         while batch := self._next():
             begun_s, self._running = time.monotonic(), len(batch)
-            values, outputs = [one.value for one in batch], list[Any]()
+            values, outputs, reason = [one.value for one in batch], list[Any](), "stop"
             try:
                 outputs = list(self.model.run(values, lambda: all(one.is_gone for one in batch)))
                 self._tokens += sum(map(self.model.length, values))
             except Exception as error:  # noqa: BLE001 - refused, a bug, or memory: other batches go on
+                reason = "cancelled" if isinstance(error, _Gone) else "error"
                 for one in batch:
                     one.future.set_exception(error)
-            self._finished["stop" if outputs else "cancelled"] += len(batch)
+            self._finished[reason] += len(batch)
             self._running = 0
             self._busy_s += time.monotonic() - begun_s
             for one, output in zip(batch, outputs, strict=False):

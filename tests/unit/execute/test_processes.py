@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 import engine_factory
-from tessera.execute.processes import FORKSERVER, LocalProcess, warm_up
+from tessera.errors import TesseraError
+from tessera.execute.processes import FORKSERVER, LocalProcess, raise_file_limit, warm_up
 
 # Body of a child, which imports nothing for it.
 sleep = methodcaller("recv_bytes")
@@ -57,6 +58,14 @@ def test_a_child_that_leaves_is_not_killed() -> None:
     child.pipe.send_bytes(b"leave")
 
     assert "exit code 0" == child.end(20.0)
+
+
+def test_a_shell_with_too_few_files_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a library ends the process, which leaves its files behind."""
+    monkeypatch.setattr("resource.getrlimit", lambda which: (40, 40))
+
+    with pytest.raises(TesseraError, match=r"allows 40 open files only. Use ulimit -n 256"):
+        raise_file_limit()
 
 
 def test_a_trace_is_pickled_while_another_thread_computes_with_it() -> None:

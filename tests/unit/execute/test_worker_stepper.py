@@ -2,6 +2,7 @@
 
 import os
 import random
+import resource
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -173,6 +174,19 @@ def test_plans_are_loaded_while_steps_run(transport: str) -> None:
     assert factory.are_right(more)
     assert told == factory.Played()
     assert {0, 1} <= {result.lane for result in results.values()}
+
+
+def test_missing_shared_memory_is_named() -> None:
+    """With its size and what to do, as where a container has little of it; nothing is left there."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))
+    try:
+        with pytest.raises(WorkerError, match=r"no shared memory for weights of \d.*Make room in /dev/shm"):
+            workers(split(0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    assert not list(Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
 
 
 def test_plans_for_more_microbatches_or_other_devices_are_refused() -> None:

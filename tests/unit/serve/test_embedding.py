@@ -288,3 +288,21 @@ def test_a_client_that_goes_is_not_computed(server: Running, service: Any) -> No
     answer = httpx.post(f"{server.url}/v1/embeddings", json={"input": "x"})
 
     assert 200 == answer.status_code
+
+
+def test_a_failure_counts_as_an_error(server: Running, service: SingleDeviceService) -> None:
+    """Nobody cancelled it."""
+    assert isinstance(service.model, Encoder)
+    encode, before = service.model.encode, service.snapshot().finished
+
+    def fail(inputs: Sequence[Sequence[int]]) -> torch.Tensor:
+        raise MemoryError
+
+    service.model.encode = fail  # type: ignore[method-assign]
+    try:
+        answer = httpx.post(f"{server.url}/v1/embeddings", json={"input": "x"})
+    finally:
+        service.model.encode = encode  # type: ignore[method-assign]
+
+    assert 500 == answer.status_code
+    assert before | {"error": before["error"] + 1} == service.snapshot().finished

@@ -1,6 +1,7 @@
 """The engine on a toy whose tokens depend on everything read: whatever else runs, answers stay the same."""
 
 import asyncio
+import gc
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,6 +30,7 @@ from serving_factory import (
     wait_for,
 )
 from tessera.errors import AskError, ServiceBusy, ServiceClosing, UnknownName
+from tessera.serve.answer import ActiveRequest
 from tessera.serve.records import Ask, Finish, Sampling, Shape
 from tessera.serve.service import Service
 
@@ -110,6 +112,21 @@ def test_a_loss_costs_no_answer(
         found = wait_for(read_all(service, asks))
 
     assert [expected(ask) for ask in asks] == [told.what for told in found]
+
+
+def num_requests() -> int:
+    """Those in memory."""
+    gc.collect()
+    return sum(isinstance(found, ActiveRequest) for found in gc.get_objects())
+
+
+def test_a_request_that_has_ended_is_not_kept() -> None:
+    """Also one that was restarted and then ended by a stop string."""
+    text, before = expected(LONG)[1], num_requests()
+    with service_of(ToyStepper(losses={2: Loss()})) as service:
+        told = wait_for(read(service, replace(LONG, stop=(text[20:24],))))
+        assert (1, "stop") == (service.snapshot().retried, told.finish.reason)
+        until(lambda: num_requests() <= before)
 
 
 def test_too_few_pages_cost_no_answer() -> None:

@@ -378,6 +378,15 @@ def test_fewer_files_mean_fewer_connections(monkeypatch: pytest.MonkeyPatch) -> 
     assert "ulimit -n 10256" in remark
 
 
+def test_an_offer_of_another_protocol_is_ignored(server: Running) -> None:
+    """Java's client offers HTTP/2 with every first request, and sends the body all the same."""
+    offer = b" HTTP/1.1\r\nconnection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAEA\r\nUpgrade: h2c\r\n"
+    with connect(server, raw_request(CHAT).replace(b" HTTP/1.1\r\n", offer)) as client:
+        said = client.recv(65536)
+
+    assert said.startswith(b"HTTP/1.1 200 ")
+
+
 def test_a_body_of_two_lengths_is_refused_and_the_connection_closed(server: Running) -> None:
     """A proxy might believe the other one, and take the rest for the next request."""
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"

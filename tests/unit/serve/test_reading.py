@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,16 @@ def measured(server: Running, path: str, raw: bytes) -> tuple[Any, float, list[f
 DEEP: Any = []
 for _ in range(900):
     DEEP = [DEEP]
+
+
+def test_deep_nesting_is_named() -> None:
+    """It is JSON; the message says what is wrong with it."""
+    raw = b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}"
+    found = Reading(ModelCard(MODEL, ByteText(), CAPACITY, 512))
+    with closing(found), pytest.raises(ApiError, match="the body is nested too deeply"):
+        asyncio.run(found.read(read_completion, raw))
+
+
 HEAVY = {
     "a text of 3.6 MB": ("/v1/completions", {"prompt": (WORDS * 100_000)[:3_600_000], "max_tokens": 1}),
     "a conversation of 3.6 MB": (

@@ -329,7 +329,7 @@ def parse(kind: type[Body], raw: bytes, served: Sequence[str]) -> Body:
         request: Body = DECODERS[kind].decode(raw)
     except msgspec.ValidationError as error:
         raise _explained(str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     if request.model is not None and request.model not in served:
         raise no_such_model(str(request.model), served[0])
@@ -382,7 +382,7 @@ def check_parts(body: bytes) -> None:
 
 
 def no_such_model(name: str, served: str) -> ApiError:
-    message = f"The model '{name}' is not served here; this is '{served}'."
+    message = f"The model '{name[:200]}' is not served here; this is '{served}'."
     return ApiError(404, message, "model", "model_not_found")
 
 

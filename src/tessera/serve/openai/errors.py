@@ -90,7 +90,7 @@ def api_error(error: ApiError | TesseraError) -> ApiError:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    called = f"{request.method} {request.url.path}"
+    called = f"{request.method} {request.url.path[:200]}"
     if isinstance(error, ApiError | TesseraError):
         return api_error(error).response
     if isinstance(error, HTTPException):
