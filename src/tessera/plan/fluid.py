@@ -293,34 +293,37 @@ class FluidModel:
                 continue
             if every > 1:
                 plain = self.price(group.sizes[0], group.sequences, group.length)
-                step_us = step_us / every + plain.total_us(device) * (1.0 - 1.0 / every)
+                # A prompt is read at once, so steps are full only where several wait.
+                steps = max(1.0, 0.5 + self.load.prompt_tokens / (largest - self._answering(tokens)))
+                reading = steps * tokens / (self.answers + self.load.prompt_tokens)
+                share = max(1.0 / every, 1.0 - math.exp(-reading))
+                step_us = share * step_us + (1.0 - share) * plain.total_us(device)
             yield self._timed(policy, group, tokens, step_us, every)
 
     def _replicas(self, policy: str) -> Iterator[ServiceDraft]:
-        """A group per device; for each time per token of some device, the best groups within it."""
+        """A group per device; for each time per token of some device, the best groups within it. Devices
+        without one are left out.
+        """
         each = {kind: list(self._alone(kind[0], policy)) for kind in self.kinds}
         rows = list(chain(*each.values()))
         if policy == SINGLE:
             yield from rows
             return
-        if sum(map(len, self.kinds)) < 2:
-            return
         firsts = sorted({row.ttft_ms for row in rows}) if self.load.ttft_ms is not None else [math.inf]
         for limit, first in product(sorted({row.tpot_ms for row in rows}), firsts):
-            within = [
-                [x for x in kind if x.tpot_ms <= limit and x.ttft_ms <= first] for kind in each.values()
+            pairs = [
+                (max(within, key=lambda row: row.tokens_per_s), kind)
+                for kind, options in each.items()
+                if (within := [x for x in options if x.tpot_ms <= limit and x.ttft_ms <= first])
             ]
-            if not all(within):
-                continue
-            best = [max(kind, key=lambda row: row.tokens_per_s) for kind in within]
-            pairs = list(zip(best, each, strict=True))
-            yield ServiceDraft(
-                policy,
-                tuple(replace(row.groups[0], devices=(device,)) for row, kind in pairs for device in kind),
-                sum(row.tokens_per_s * len(kind) for row, kind in pairs),
-                max(row.tpot_ms for row in best),
-                max(row.ttft_ms for row in best),
-            )
+            if sum(len(kind) for _, kind in pairs) > 1:
+                yield ServiceDraft(
+                    policy,
+                    tuple(replace(x.groups[0], devices=(device,)) for x, kind in pairs for device in kind),
+                    sum(row.tokens_per_s * len(kind) for row, kind in pairs),
+                    max(row.tpot_ms for row, _ in pairs),
+                    max(row.ttft_ms for row, _ in pairs),
+                )
 
     def _draft(
         self, policy: str, groups: Sequence[GroupDraft], per_s: float, tpot_ms: float, ttft_ms: float
@@ -330,19 +333,21 @@ class FluidModel:
     def _split(self, policy: str) -> Iterator[ServiceDraft]:
         if not self.can_move or not self.answers or sum(map(len, self.kinds)) < 2:
             return
+        most_ms = self.load.ttft_ms or math.inf
         seats = {kind: list(self._seats(kind[0], policy)) for kind in self.kinds}
         for counts in product(*(range(len(kind) + 1) for kind in self.kinds)):
             parts = list(zip(self.kinds, counts, strict=True))
             readers = [device for kind, num in parts for device in kind[:num]]
             rest = {kind: kind[num:] for kind, num in parts if num < len(kind)}
-            if not readers or not rest:
-                continue
-            groups = [self._prompts(device) for device in readers]
-            prompts = [group for group in groups if group is not None]
-            if len(prompts) < len(readers):
-                continue
-            for chosen in _combinations([seats[kind] for kind in rest]):
-                yield self._balanced(policy, prompts, list(zip(chosen, rest.values(), strict=True)))
+            groups = [group for device in readers if (group := self._prompts(device)) is not None]
+            prompts = [group for group in groups if self._first_ms(*group) <= most_ms] or groups
+            options = [seats[kind] for kind in rest] if prompts else []
+            for chosen in _combinations(options, may_drop=self.load.tpot_ms is not None):
+                pairs = zip(chosen, rest.values(), strict=True)
+                yield self._balanced(policy, prompts, [(seat, on) for seat, on in pairs if seat])
+
+    def _first_ms(self, group: GroupDraft, tokens_per_s: float) -> float:
+        return 1e3 * (self.config.backlog + 0.5) * group.sizes[-1] / tokens_per_s
 
     def _seats(self, device: int, policy: str) -> Iterator[_Seat]:
         role = Role.ANSWERS if policy == PREFILL_DECODE else Role.MIXED
@@ -369,7 +374,7 @@ class FluidModel:
 
     def _prompts(self, device: int) -> tuple[GroupDraft, float] | None:
         """A group and its prompt tokens per second; None: no group fits."""
-        options: list[tuple[float, GroupDraft, float]] = []
+        options: list[tuple[GroupDraft, float]] = []
         for tokens in self.config.prompt_tokens:
             sequences = math.ceil(2.0 * self.config.backlog * tokens / self.load.prompt_tokens) + 4
             pool = self.pool_tokens(sequences, self.load.prompt_tokens)
@@ -380,10 +385,9 @@ class FluidModel:
                 break
             sizes = (tokens,) if tokens > sequences else (max(tokens, sequences),)
             group = GroupDraft(Role.PROMPTS, (device,), sequences, sizes, 1, pool, self.load.prompt_tokens)
-            options.append((tokens / us * 1e6, group, us))
-        best = max((rate for rate, _, _ in options), default=0.0)
-        wide = (row for row in options if row[0] >= (1.0 - self.config.prompt_gain) * best)
-        return next(((group, rate) for rate, group, _ in wide), None)
+            options.append((group, tokens / us * 1e6))
+        least = (1.0 - self.config.prompt_gain) * max((rate for _, rate in options), default=0.0)
+        return next((option for option in options if option[1] >= least), None)
 
     def _balanced(
         self,
@@ -413,7 +417,7 @@ class FluidModel:
             low, high = (middle, high) if read < answered else (low, middle)
         per_s = min(rates(high))
         tpot_ms = max(seat.step_us(high) for seat, _ in chosen) * 1e-3
-        ttft_ms = max(1e3 * (self.config.backlog + 0.5) * group.sizes[-1] / rate for group, rate in prompts)
+        ttft_ms = max(self._first_ms(*group) for group in prompts)
         groups = [group for group, _ in prompts]
         groups += [replace(seat.group, devices=(device,)) for seat, on in chosen for device in on]
         return self._draft(policy, groups, per_s, tpot_ms, ttft_ms)
@@ -603,18 +607,18 @@ def _filled_us(fixed: Floats, us: Floats, caps: Floats, busy: float) -> Iterator
     yield high / busy
 
 
-def _combinations(seats: Sequence[Sequence[_Seat]]) -> Iterator[tuple[_Seat, ...]]:
+def _combinations(seats: Sequence[Sequence[_Seat]], may_drop: bool) -> Iterator[tuple[_Seat | None, ...]]:
     """A seat per kind: for each limit of plain step time, those with the most sequences within it."""
     limits = sorted({seat.plain_us for options in seats for seat in options})
-    seen: set[tuple[_Seat, ...]] = set()
+    seen: set[tuple[_Seat | None, ...]] = set()
     for limit in limits:
         alike = []
         for options in seats:
             within = [seat for seat in options if seat.plain_us <= limit]
             most = within[-1].group.sequences if within else 0
             alike.append([seat for seat in within if seat.group.sequences == most])
-        for number in range(max(map(len, alike))) if all(alike) else ():
-            chosen = tuple(options[min(number, len(options) - 1)] for options in alike)
+        for number in range(max(map(len, alike))) if may_drop or all(alike) else ():
+            chosen = tuple(options[min(number, len(options) - 1)] if options else None for options in alike)
             if chosen not in seen:
                 seen.add(chosen)
                 yield chosen

@@ -1,5 +1,6 @@
 """Drafts of services by step times, and the choice among them by rehearsal."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -102,6 +103,41 @@ def test_short_requests_have_rows_for_all_prompts_of_a_step() -> None:
         (group,) = fluid("emu:h20", Load(64, answer)).drafts("single")[0].groups
 
         assert 64 * group.sequences >= 2 * group.sizes[-1]
+
+
+def test_drafts_read_a_prompt_at_once() -> None:
+    """Answers that end in a share of the steps put prompt tokens into as many."""
+    found = fluid("emu:h20", Load(2048, 64))
+    for draft in found._drafts("single"):
+        (group,), step_s = draft.groups, 1e-3 * draft.tpot_ms
+        ended = draft.tokens_per_s / 64 * step_s
+        mixed_s = 1e-6 * found.price(group.sizes[-1], group.sequences, group.length).total_us(0)
+
+        assert step_s >= 0.99 * (1.0 - math.exp(-ended)) * mixed_s
+
+
+@pytest.mark.parametrize(
+    ("quick", "slow", "load", "policies"),
+    [
+        (
+            "h20",
+            "l40s",
+            Load(512, 128, tpot_ms=15.0),
+            ("data-parallel", "prefill-decode", "prefill-decode-fractional"),
+        ),
+        ("l40s", "h20", Load(512, 128, ttft_ms=80.0), ("data-parallel",)),
+    ],
+)
+def test_a_card_that_misses_a_limit_is_left_out(
+    quick: str, slow: str, load: Load, policies: tuple[str, ...]
+) -> None:
+    """Copies on two quick cards remain beside one too slow, and so does a split between them."""
+    pair = f"emu:{quick},emu:{quick}"
+    models = [fluid(devices, load) for devices in (pair, f"{pair},emu:{slow}")]
+    for policy in policies:
+        alone, beside = (max((x.tokens_per_s for x in m.drafts(policy)), default=0.0) for m in models)
+
+        assert beside >= alone > 0.0
 
 
 def test_the_plan_is_the_best_rehearsed_policy_with_the_others_as_rivals() -> None:
