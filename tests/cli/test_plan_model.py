@@ -260,6 +260,16 @@ def test_a_plan_behind_another_policy_says_what_to_use(planned: str, best: str, 
     assert verdict(Comparison(planned, own, (other,))).startswith(said)
 
 
+def test_data_parallel_is_not_compared_with_itself() -> None:
+    """It is among the policies of every service, also of one that it is."""
+    batch = {"emu:a100": 8, "emu:l40s": 4}
+    rates = (("data-parallel", 99.0), ("layer-pipeline", 100.0))
+    own, other = (Option(name, rate, 1.0, 1.0, batch, 2) for name, rate in rates)
+    found = Comparison("data-parallel", own, (own, other))
+
+    assert "No gain: data-parallel is planned: 0.990x layer-pipeline, each" in verdict(found)
+
+
 def test_a_coarse_policy_that_is_best_is_no_gain() -> None:
     """But it may be one over data-parallel."""
     found = comparison("attention-ffn")

@@ -311,7 +311,7 @@ def verdict(comparison: Comparison, how: str = "simulated") -> str:
     elif policy in COARSE:
         start = "No gain: " if policy in REPLICAS else ""
         text = f"{start}{policy} is {'best here' if ratios[best] >= 1.0 else 'planned'}: {text}"
-    if "data-parallel" in ratios and best not in ("single", "data-parallel"):
+    if "data-parallel" in ratios and best != "single" and "data-parallel" not in (policy, best):
         text += f", {ratios['data-parallel']:.3f}x data-parallel"
     per = {ir.Objective.COST: "by the dollar, ", ir.Objective.ENERGY: "by the joule, "}
     return f"{text}, {per.get(comparison.objective, '')}each at its own best batch ({how} on modelled costs)."
