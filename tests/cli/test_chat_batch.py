@@ -2,6 +2,7 @@
 
 import io
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -110,6 +111,18 @@ def test_batch_goes_on_after_a_kill(slow: tuple[str, list[str]], tmp_path: Path)
     assert NUM - len(before) == len(asked)
     said = json.loads(done.stdout)
     assert (NUM, len(before), 0) == (said["requests"], said["done_before"], said["failed"])
+
+
+def test_batch_ends_when_it_is_interrupted(tmp_path: Path) -> None:
+    """At once, however long the server takes to answer."""
+    source = write(tmp_path / "in.jsonl", [request_line(n) for n in range(4)])
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        words = ("batch", source, tmp_path / "out.jsonl", "--target", url)
+        process = subprocess.Popen([sys.executable, "-m", "tessera", *map(str, words)])
+        silent.accept()
+        process.send_signal(signal.SIGINT)
+        assert 130 == process.wait(10)
 
 
 def test_batch_ends_when_the_server_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,8 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
@@ -161,13 +162,11 @@ def _model(requests: Iterable[dict[str, Any]], path: Path) -> str:
 
 
 def _answers(client: ApiClient, requests: list[dict[str, Any]], at_once: int) -> Iterator[dict[str, Any]]:
-    with progress("answering", len(requests)) as advance, ThreadPoolExecutor(at_once) as threads:
-        try:
-            for future in as_completed([threads.submit(_answer, client, request) for request in requests]):
-                advance("answering")
-                yield future.result()
-        finally:
-            threads.shutdown(wait=False, cancel_futures=True)
+    # Nobody waits for its threads after an interruption.
+    with progress("answering", len(requests)) as advance, ThreadPool(at_once) as threads:
+        for line in threads.imap_unordered(partial(_answer, client), requests):
+            advance("answering")
+            yield line
 
 
 def _answer(client: ApiClient, request: dict[str, Any]) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def _document(response: Any) -> dict[str, Any]:
 def client_of(model: str, config: ServeConfig) -> Iterator[ApiClient]:
     """The model is served meanwhile."""
     key = secrets.token_hex(16)
-    with answering(model, replace(config, port=0, api_key=[key])) as (url, _):
+    with answering(model, replace(config, port=0, api_key=[key], drain=0.0)) as (url, _):
         yield ApiClient(url, key, None)
 
 
