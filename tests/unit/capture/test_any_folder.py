@@ -14,7 +14,7 @@ import tessera
 from sampling import some_of
 from tessera.capture import build, record
 from tessera.capture.models import steps_of_model
-from tessera.capture.models.examples import MAKERS
+from tessera.capture.models.examples import MAKERS, tokens
 from tessera.capture.models.hf import attention_of
 from tessera.errors import CaptureError
 from tessera.execute.reference import Replay, same_bits
@@ -145,6 +145,11 @@ def test_sound_of_a_prefill_is_as_long_as_that_of_its_decodes() -> None:
     ):
         sizes = {MAKERS[name](config, step_of("", kind), random).shape for kind in ("prefill", "decode")}
         assert 1 == len(sizes), name
+
+
+def test_a_model_of_characters_needs_no_vocabulary() -> None:
+    """CANINE's configuration has no size of one."""
+    assert tokens(transformers.CanineConfig(), (1, 8), torch.Generator()).lt(256).all()
 
 
 def test_inputs_of_a_file_are_those_of_the_first_request(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ FILE_REMEDY = (
 
 def tokens(config: Any, size: tuple[int, ...], random: torch.Generator) -> torch.Tensor:
     text = config.get_text_config(decoder=True)
-    count = text.vocab_size
+    count = getattr(text, "vocab_size", None) or 256  # CANINE reads characters
     named = [*vars(config).items(), *vars(text).items()]
     special = [v for k, v in named if k.endswith(("_token_id", "_token_index")) and type(v) is int]
     first, stop = _widest(sorted(v for v in special if 0 <= v < count), count)
