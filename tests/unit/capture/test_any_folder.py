@@ -121,6 +121,28 @@ def test_experts_that_are_chosen_by_name_are_refused_as_a_value_that_is_read(tmp
         build(step_of(str(tmp_path), "decode"))
 
 
+@pytest.mark.parametrize(
+    ("config", "has_call"),
+    [
+        (transformers.OpenAIGPTConfig(n_embd=8, n_layer=1, n_head=1, n_positions=32, vocab_size=20), True),
+        (transformers.XLMConfig(emb_dim=8, n_layers=1, n_heads=1, vocab_size=20), False),
+    ],
+    ids=["openai-gpt", "xlm"],
+)
+def test_a_cache_that_is_not_followed_is_refused_with_a_way_that_there_is(
+    config: Any, has_call: bool, tmp_path: Path
+) -> None:
+    """The plain call is named where it can be captured: XLM's reads a length on the host."""
+    name = {"openai-gpt": "OpenAIGPTLMHeadModel", "xlm": "XLMWithLMHeadModel"}[config.model_type]
+    config.architectures = [name]
+    config.save_pretrained(tmp_path)
+
+    with pytest.raises(CaptureError, match=r"cannot be followed.*module:callable") as refused:
+        build(step_of(str(tmp_path), "decode"))
+
+    assert has_call == ("--step call" in str(refused.value))
+
+
 def test_a_model_with_a_table_of_attention_classes_gets_one_of_them() -> None:
     """The picture encoder of DeepSeek-OCR 2 knows eager and sdpa."""
     kinds = transformers.DeepseekOcr2ForConditionalGeneration, transformers.LlamaForCausalLM

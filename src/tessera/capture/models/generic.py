@@ -15,7 +15,7 @@ position; recurrent models align rows at the end with a `mask`; models with both
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
@@ -90,10 +90,10 @@ def parameter_of(part: Callable[..., Any], *names: str) -> str:
 
 
 def flatten(result: Any) -> dict[str, torch.Tensor]:
-    leaves = [(path(keys) or "output", leaf) for keys, leaf in pytree.tree_flatten_with_path(result)[0]]
-    held = Finder(None, [(name, leaf) for name, leaf in leaves if is_dataclass(leaf)]).tensors
-    tensors = {name: leaf for name, leaf in leaves if isinstance(leaf, torch.Tensor)}
-    return tensors | {found.name: found.tensor for found in held}
+    named = [(path(keys), leaf) for keys, leaf in pytree.tree_flatten_with_path(result)[0]]
+    records = [(name, leaf) for name, leaf in named if is_dataclass(leaf)]
+    named += [(held.name, held.tensor) for held in Finder(None, records).tensors]
+    return {name or "output": leaf for name, leaf in named if isinstance(leaf, torch.Tensor)}
 
 
 @contextmanager
@@ -254,14 +254,15 @@ class CachedSteps:
             self._has_mask = has_mask
             try:
                 kind = RowPairCache if self._is_pair else RowCache
-                self._learn_with(kind(self._model.config, self._capacity) if has_rows else None)
+                return self._learn_with(kind(self._model.config, self._capacity) if has_rows else None)
             except UNFIT as error:
                 errors.append(error)
-            else:
-                return
         cause = next((e for e in errors if RowCache.__name__ not in str(e)), errors[0])
         message = f"the cache of {self._config.model_type} cannot be followed: {first_line(cause)}"
-        remedy = "Capture --step call, or write a module:callable that returns a Workload."
+        remedy = "Write a module:callable that returns a Workload."
+        with suppress(*UNFIT):
+            call_on_fakes(self._model)
+            remedy = f"Capture --step call, or w{remedy[1:]}"
         raise CaptureError(message, remedy, self._step.model) from cause
 
     def _learn_with(self, cache: Any) -> None:
