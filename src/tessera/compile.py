@@ -296,7 +296,8 @@ class Compiled:
         for kernel in trace.kernels:
             if kernel.origin is Origin.ATEN and not kernel.name.startswith(TORCH_OPERATORS):
                 raise CaptureError(f"{kernel.name} is registered by code that workers do not import")
-        return step, trace if trace.launches and trace.outputs else None
+        computes = any(not is_allocation(trace, index) for index in range(len(trace.launches)))
+        return step, trace if computes and trace.outputs else None
 
     def _warn(self, reason: str) -> None:
         warnings.warn(f"tessera runs this graph on one device: {reason}", UserWarning, stacklevel=3)

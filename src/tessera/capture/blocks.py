@@ -100,7 +100,7 @@ def like(tensor: torch.Tensor, example: torch.Tensor) -> torch.Tensor:
     if isinstance(example, FakeTensor):
         return tensor
     with no_dispatch(), torch._C.DisableTorchFunctionSubclass():
-        alike = tensor.detach().as_subclass(type(example))
+        alike: torch.Tensor = torch.Tensor._make_subclass(type(example), tensor)
         alike.__dict__ = example.__dict__
         return alike.requires_grad_(example.requires_grad and example.is_leaf)
 

@@ -112,7 +112,7 @@ class FunctionCall:
             with traced(), self.mode(), rng.forked():
                 with watch:
                     result = self.fn(*args, **kwargs)
-                self._check_held(named, (args, kwargs), {keys[name] for name in watch.touched})
+                self._check_held(named, (args, kwargs), {keys[name] for name in watch.touched}, watch.varies)
                 self._check_memory(tensors, keys)
         finally:
             for held in self._held:
@@ -126,20 +126,20 @@ class FunctionCall:
         self._sort(watch)
         self._shape_results(result, keys)
 
-    def _check_held(self, named: list[tuple[str, Any]], arguments: Any, touched: set[int]) -> None:
-        """A gradient may be replaced if the call has not read the old one."""
-        grads = [h for h in self._held if h.is_grad]
-        replaceable = {h.name for h in grads if blocks.storage_key(h.tensor) not in touched}
+    def _check_held(self, named: Any, arguments: Any, touched: set[int], varies: Callable[..., bool]) -> None:
+        """A gradient may be replaced if the call has not read the old one, and a constant may be added."""
+        unread = {h.name for h in self._held if h.is_grad and blocks.storage_key(h.tensor) not in touched}
         before = {h.name: h.tensor for h in self._held} | _seen(named)
-        after = {h.name: h.tensor for h in Finder(self.fn, named).tensors}
-        after |= _seen(blocks.flatten(self.fn, *arguments)[0])
+        given = _seen(blocks.flatten(self.fn, *arguments)[0])
+        after = {h.name: h.tensor for h in Finder(self.fn, named).tensors} | given
         for name in [*before, *after]:
             if name not in before and self.trains:
                 remedy = "Run one training step before the capture, and give the step zero_grad()."
                 raise CaptureError(f"the call creates '{name}'", remedy)
             old, new = before.get(name), after.get(name)
             is_tensor = isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor)
-            if (old is not new if is_tensor else old != new) and name not in replaceable:
+            is_set_up = is_tensor and name not in {**before, **given} and not varies(new)
+            if (old is not new if is_tensor else old != new) and not is_set_up and name not in unread:
                 remedy = "Keep it in a tensor that is changed in place (copy_, index_copy_) by every call."
                 line = self._line_that_replaces(name, arguments)
                 raise CaptureError(f"the call replaces {'the tensor ' * is_tensor}'{name}'", remedy, line)
@@ -152,13 +152,12 @@ class FunctionCall:
                     message = f"the call changes the shape or memory of '{name}'"
                     raise CaptureError(message, "Work on a view of it.")
 
-    def _line_that_replaces(self, name: str, arguments: Any) -> str:
+    def _line_that_replaces(self, name: str, given: Any) -> str:
         held = next((h for h in self._held if h.name == name and h.holder is not None), None)
         if held is None:
             return ""
         held.put_back()
-        args, kwargs = arguments
-        return line_that_changes(PyValue(name, lambda: held.current), lambda: self.fn(*args, **kwargs))
+        return line_that_changes(PyValue(name, lambda: held.current), lambda: self.fn(*given[0], **given[1]))
 
     def _sort(self, watch: Watch) -> None:
         self._inputs: dict[str, MemoryBlock] = {}

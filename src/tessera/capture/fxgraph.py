@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tessera.capture.blocks import unique
+from tessera.capture.blocks import like, unique
 from tessera.errors import CaptureError
 
 # L['self']._modules['layers'][0].weight
@@ -52,7 +52,7 @@ class GraphStep(torch.nn.Module):
         """Yields the arguments that are no weights."""
         try:
             for number, (holder, key) in self._held.items():
-                holder[key] = args[number].detach()
+                holder[key] = like(args[number], args[number])
             yield {name: args[i] for i, name in enumerate(self._names) if i not in self._held}
         finally:
             for holder, key in self._held.values():

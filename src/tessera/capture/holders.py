@@ -131,10 +131,10 @@ class Finder:
         self.modules[root] = module
         found = [(_join(root, path), part) for path, part in module.named_modules()]
         self._seen |= {id(part): part for _, part in found}
-        for where, part in found:
+        for kind, (where, part) in itertools.product((torch.Tensor, list | tuple | dict), found):
             for holder in (vars(part), part._parameters, part._buffers):
                 for key, value in list(holder.items()):
-                    if key not in _TORCHS and isinstance(value, torch.Tensor | list | tuple | dict):
+                    if key not in _TORCHS and isinstance(value, kind):
                         self._look(_join(where, key), value, holder, key, 1)
         self._in_modules.update(range(first, len(self.tensors)))
 

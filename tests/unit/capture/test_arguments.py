@@ -139,6 +139,31 @@ def test_a_module_holds_tensors_and_modules_in_lists() -> None:
     assert ["parts_0.weight", "parts_0.bias"] == by_kind(trace, BufferKind.WEIGHT)
 
 
+@pytest.mark.parametrize("place", ["attribute", "dictionary"])
+def test_a_constant_that_the_first_call_keeps_is_set_up(place: str) -> None:
+    """It is the same for every request; what a request decides is refused."""
+
+    class Keeping(torch.nn.Module):
+        def __init__(self, is_varying: bool) -> None:
+            super().__init__()
+            self.is_varying, self.kept, self.table = is_varying, dict[str, torch.Tensor](), None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept = vars(self) if place == "attribute" else self.kept
+            if kept.get("table") is None:
+                kept["table"] = x * 2 if self.is_varying else torch.arange(3.0) * 2
+            return x + kept["table"]
+
+    assert tessera.capture(Keeping(False), torch.ones(3)).launches
+    with pytest.raises(CaptureError, match=r"replaces the tensor '(kept\.)?table'"):
+        tessera.capture(Keeping(True), torch.ones(3))
+
+
+def test_a_state_is_detached_in_place() -> None:
+    """What a program is given is no view."""
+    assert 1 == len(tessera.capture(lambda x: x.detach_().add_(1), torch.ones(3)).launches)
+
+
 def test_a_change_of_a_tensor_in_a_slot_is_refused() -> None:
     """It cannot be exchanged there."""
 

@@ -263,6 +263,26 @@ def test_a_call_beside_a_capture_has_the_models_own_state() -> None:
     assert [[1, 1], [2, 2], [2, 2]] == [*results, model.get_buffer("count").tolist()]
 
 
+def test_products_are_folded_as_in_eager() -> None:
+    """Torch folds rows that meet a weight which may be differentiated, with other last bits."""
+    torch.manual_seed(0)
+    attention, x = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval(), torch.randn(2, 3, 8)
+    y = torch.randn(2, 3, 8)
+
+    assert torch.equal(attention(x, y, y)[0], compiled(attention, ONE)(x, y, y)[0])
+
+
+def test_a_graph_that_computes_nothing_runs_as_it_is() -> None:
+    """There is nothing to plan."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty(0)
+        y.set_(x.untyped_storage(), 1, (2,), (1,))
+        return y * 2
+
+    assert [2, 2] == compiled(fn, TWO)(torch.ones(4)).tolist()
+
+
 def test_a_graph_break_and_a_branch_on_data_are_right() -> None:
     """Dynamo splits what cannot be one graph; each part is divided, and the whole is eager's."""
 
