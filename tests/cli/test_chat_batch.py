@@ -54,7 +54,7 @@ class SlowHandler(BaseHTTPRequestHandler):
             self.send(503, {"error": {"message": "starting"}})
         else:
             kind.asked.append(body["prompt"])
-            self.send(200, {"id": "cmpl-1", "usage": {"prompt_tokens": 2, "completion_tokens": 4}})
+            self.send(200, {"id": "cmpl-1", "usage": {"prompt_tokens": 2, "completion_tokens": None}})
 
     def send(self, status: int, document: dict[str, Any]) -> None:
         raw = json.dumps(document).encode()

@@ -185,5 +185,5 @@ def _answer(client: ApiClient, request: dict[str, Any]) -> dict[str, Any]:
 def _count(counts: dict[str, int], response: dict[str, Any]) -> None:
     usage = response["body"].get("usage") or {}
     counts["failed"] += response["status_code"] != 200
-    counts["prompt_tokens"] += usage.get("prompt_tokens", 0)
-    counts["output_tokens"] += usage.get("completion_tokens", 0)
+    counts["prompt_tokens"] += usage.get("prompt_tokens") or 0
+    counts["output_tokens"] += usage.get("completion_tokens") or 0

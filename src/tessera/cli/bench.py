@@ -2,7 +2,6 @@
 
 import asyncio
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -21,6 +20,7 @@ from tessera.cli.output import (
     progress,
     shown,
 )
+from tessera.cli.serve_options import KeyOption, key_of
 from tessera.errors import LoadError, TesseraError, extra_module
 from tessera.simulate.arrivals import make_arrivals
 
@@ -186,16 +186,13 @@ class SentRequests:
 def bench_serve(
     url: Annotated[str, option("URL of the server, such as http://127.0.0.1:8000.")],
     sent: SentRequests,
-    api_key: Annotated[str | None, option("API key of the server, or @FILE.")] = None,
+    api_key: KeyOption = "",
 ) -> Illustrated[BenchServe]:
     """Load a server and report its rate, latencies and errors."""
     extra_module("aiohttp", "load")
-    from tessera.serve.limits import keys_of_file
     from tessera.serve.load import figures, measure
 
-    options, key = sent.options(), api_key
-    if api_key is not None and api_key.startswith("@"):
-        key = keys_of_file(Path(api_key[1:]))[0]
+    options, key = sent.options(), key_of(api_key)
     total = len(options.arrivals.times_s) if options.arrivals else options.num_requests
     total += min(total, options.num_distinct or 0)
     with progress("asking the server for its model", total) as advance:

@@ -21,7 +21,7 @@ from tessera.cli.output import HIDDEN, Record, option
 from tessera.cli.plan import LinkOption
 from tessera.cli.plan_model import Effort, EffortOption
 from tessera.cli.serve import answering
-from tessera.cli.serve_options import DevicesOption, MaxModelLen, ServeConfig
+from tessera.cli.serve_options import DevicesOption, KeyOption, MaxModelLen, ServeConfig, key_of
 from tessera.errors import LoadError, TesseraError, first_line
 
 HELP = "Type a message, or: /reset for a new conversation, /exit to end."
@@ -111,14 +111,14 @@ class ServerOptions:
     devices: DevicesOption = None
     link: LinkOption = None
     max_model_len: MaxModelLen = None
-    api_key: Annotated[str, option("Key of the server.", envvar="TESSERA_API_KEY")] = ""
+    api_key: KeyOption = ""
 
     @contextmanager
     def client(self, target: str, effort: Effort) -> Iterator[ApiClient]:
         if HOST_PORT.match(target):
             target = f"http://{target}"
         if target.startswith(("http://", "https://")):
-            yield ApiClient(target, self.api_key)
+            yield ApiClient(target, key_of(self.api_key))
             return
         config = ServeConfig(**asdict(self) | {"api_key": None}, effort=effort)
         with client_of(target, config) as client:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 # Weights may take this share of the GPUs before the CPU is taken in.
 HELD_SHARE = 0.85
+MIN_KEY_CHARS = 8
 # Likeness of names from which one is suggested.
 NEAR = 0.7
 # vLLM's options without meaning here, and what does their work.
@@ -48,6 +49,7 @@ CONFIG_HELP = "YAML file with options by name, as `port: 8000`; options and TESS
 DevicesOption = Annotated[
     str | None, option(DEVICES_HELP, default="this machine's GPUs, its CPU if they cannot hold the model")
 ]
+KeyOption = Annotated[str, option("Key of the server, or @FILE.", envvar="TESSERA_API_KEY")]
 MaxModelLen = Annotated[
     int | None, option("Maximum tokens of prompt and answer.", default="the model's limit", min=1)
 ]
@@ -191,7 +193,6 @@ class ServeConfig(MeetingOptions):
 
     def check(self) -> None:
         from tessera.execute.transport import NAMES
-        from tessera.serve.limits import read_keys
         from tessera.serve.policies import POLICIES
         from tessera.serve.records import AUTO
         from tessera.serve.server import check_tls
@@ -248,6 +249,31 @@ def _adapters(words: list[str]) -> tuple[tuple[str, str], ...]:
             raise TesseraError(f"--lora has the name {name!r} twice", "Give every adapter its own name.")
         adapters[name] = str(Path(folder).resolve())
     return tuple(adapters.items())
+
+
+def read_keys(words: Iterable[str]) -> tuple[str, ...]:
+    """Keys, or with @FILE one per line."""
+    keys: list[str] = []
+    for word in words:
+        keys += keys_of_file(Path(word[1:])) if word.startswith("@") else [word]
+    for key in keys:
+        if len(key) < MIN_KEY_CHARS or not key.isascii() or not key.isprintable() or " " in key:
+            message = f"a key needs {MIN_KEY_CHARS} or more printable ASCII characters without blanks"
+            raise TesseraError(message, "Make one: openssl rand -hex 24.", "--api-key")
+    return tuple(dict.fromkeys(keys))
+
+
+def keys_of_file(path: Path) -> list[str]:
+    lines = [line.strip() for line in read_text(path).splitlines()]
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise TesseraError("the file holds no key", "Write one key per line.", str(path))
+    return keys
+
+
+def key_of(word: str) -> str:
+    """A client's key; of @FILE the first."""
+    return keys_of_file(Path(word[1:]))[0] if word.startswith("@") else word
 
 
 def template_of(text: str) -> str:

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tessera.capture import place_of
-from tessera.cli.serve_options import ServeConfig, log_line, template_of
+from tessera.cli.serve_options import ServeConfig, log_line, read_keys, template_of
 from tessera.errors import TesseraError
 from tessera.execute.worker_stepper import MakeHub
 from tessera.ir import BufferKind, Cluster, DeviceKind, ServicePlan, load, units
 from tessera.kernels import PAGE
 from tessera.serve.background import PlannerProcess
-from tessera.serve.limits import read_keys
 from tessera.serve.planning import Prepared, default_folder, prepare
 from tessera.serve.records import COST_ERROR
 from tessera.serve.service import Service, say

@@ -14,14 +14,11 @@ from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
-from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tessera.errors import TesseraError
-from tessera.ir.files import read_text
 from tessera.serve.openai.errors import TINY_CHUNKS, ApiError
 
 # Outside the shared budget: large bodies never keep out small ones.
@@ -31,7 +28,6 @@ HEAD_BYTES = 64 * 2**10
 OPEN = frozenset({"/", "/health"})
 # Keys of the ASGI scope; the client's name is for fair turns.
 CLIENT, CONNECTION = "tessera.client", "tessera.connection"
-MIN_KEY_CHARS = 8
 
 Result = TypeVar("Result")
 
@@ -233,23 +229,3 @@ def is_local_name(host: str) -> bool:
         return ip_address(name).is_loopback
     except ValueError:
         return False
-
-
-def read_keys(words: Iterable[str]) -> tuple[str, ...]:
-    """Keys, or with @FILE one per line."""
-    keys: list[str] = []
-    for word in words:
-        keys += keys_of_file(Path(word[1:])) if word.startswith("@") else [word]
-    for key in keys:
-        if len(key) < MIN_KEY_CHARS or not key.isascii() or not key.isprintable() or " " in key:
-            message = f"a key needs {MIN_KEY_CHARS} or more printable ASCII characters without blanks"
-            raise TesseraError(message, "Make one: openssl rand -hex 24.", "--api-key")
-    return tuple(dict.fromkeys(keys))
-
-
-def keys_of_file(path: Path) -> list[str]:
-    lines = [line.strip() for line in read_text(path).splitlines()]
-    keys = [line for line in lines if line and not line.startswith("#")]
-    if not keys:
-        raise TesseraError("the file holds no key", "Write one key per line.", str(path))
-    return keys

@@ -10,8 +10,9 @@ pytest.importorskip("fastapi", reason="needs the extra 'serve'")
 httpx = pytest.importorskip("httpx", reason="needs httpx")
 
 from http_factory import Running, Scripted, running  # noqa: E402
+from tessera.cli.serve_options import read_keys  # noqa: E402
 from tessera.errors import TesseraError  # noqa: E402
-from tessera.serve.limits import is_local_name, read_keys  # noqa: E402
+from tessera.serve.limits import is_local_name  # noqa: E402
 
 KEYS = ("first-secret", "second-secret")
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}

@@ -3,8 +3,10 @@
 import asyncio
 import json
 import re
+import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -249,6 +251,31 @@ def test_the_key_goes_with_every_request() -> None:
         asyncio.run(measure(stub.url + "/v1/", LoadOptions(4, 2), lambda what: None, "secret"))
 
     assert all("Authorization: Bearer secret\r\n" in head for head in stub.headers)
+
+
+def test_the_key_may_be_that_of_the_servers_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In the same form: a file with the key."""
+    tmp_path.joinpath("keys").write_text("# ours\na-secret-of-ours\n")
+    monkeypatch.setenv("TESSERA_API_KEY", f"@{tmp_path / 'keys'}")
+    with serving() as stub, pytest.raises(SystemExit):
+        main(["bench", "serve", "--url", stub.url, "--requests", "2"])
+
+    assert all("Authorization: Bearer a-secret-of-ours\r\n" in head for head in stub.headers)
+
+
+def test_a_load_needs_no_package_of_a_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is an extra of its own."""
+    for name in ("starlette", "starlette.datastructures"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "tessera.serve.limits", raising=False)
+    with serving() as stub, pytest.raises(SystemExit) as ended:
+        main(["bench", "serve", "--url", stub.url, "--requests", "2"])
+
+    assert 0 == ended.value.code, capsys.readouterr().err
 
 
 @pytest.mark.parametrize("url", ["", "ftp://x", "http://", "http://x:notaport"])
