@@ -141,3 +141,15 @@ def test_a_plan_of_steps_has_no_arrivals(folder: Path, capsys: pytest.CaptureFix
 
     assert (2, True) == (code, "--arrivals: requests over time need a service plan" in err)
     assert "no.plan: cannot read" in call(folder / "no.plan", *USUAL, capsys=capsys)[2]
+
+
+@pytest.mark.parametrize(("prompt", "is_cut"), [(16, False), (1_000_000, True)])
+def test_requests_longer_than_their_pages_are_said_to_be_cut(
+    folder: Path, prompt: int, is_cut: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = ("--lengths", f"fixed:{prompt},2")
+    err = call(folder / "single.plan", "--arrivals", "poisson:1", "--requests", "2", *lengths, capsys=capsys)[
+        2
+    ]
+
+    assert is_cut == ("2 requests are cut to the" in err)

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import add
 from pathlib import Path
 from typing import Annotated
 
@@ -155,6 +156,8 @@ def simulate(
     and a monitor may choose between two plans. Other plans run requests that all wait at the start.
     """
     if kind_of(plan) == "service-plan":
+        from tessera.serve.rehearse import shape_for
+
         if (other is not None) != options.monitor:
             message = "a monitor chooses between two service plans"
             raise TesseraError(message, "Give both or none.", "--monitor")
@@ -169,6 +172,9 @@ def simulate(
             most = max((plan.expected.tokens_per_s for plan in plans if plan.expected), default=math.inf)
             if most < load_per_s < math.inf and figures.tokens_per_s < load_per_s:
                 say(f"warning: {load_per_s:,.0f} tokens/s are asked for and the plan gives {most:,.0f}")
+            longest = min(shape_for(plan).max_tokens for plan in plans)
+            if num_cut := sum(map(longest.__lt__, map(add, arrived.prompts, arrived.outputs))):
+                say(f"warning: {num_cut:,} requests are cut to the {longest:,} tokens that have pages")
         return figures
     with progress(f"reading {plan.name}") as advance:
         loaded, num = load(Plan, plan), options.num_waiting

@@ -93,7 +93,8 @@ class BatchSearch:
         plans = self._feasible
         best = max(plans, key=lambda plan: self._merit(self.option(plan)))
         if not self._allows(self.option(best)):
-            raise self._refusal(plans)
+            times = [(option.tpot_ms, option.ttft_ms) for option in map(self.option, plans)]
+            raise too_slow("plan", *min(times, key=lambda times: self.load.excess(*times)))
         if self.config.search is not QUICK:
             search = replace(self.config.search, fewer_microbatches=())
             full = self._plan(best.batch, best.microbatches, replace(self.config, search=search))
@@ -170,10 +171,6 @@ class BatchSearch:
 
     def _allows(self, option: Option) -> bool:
         return self.load.excess(option.tpot_ms, option.ttft_ms) <= 1 + 1e-9
-
-    def _refusal(self, plans: Sequence[ir.Plan]) -> PlanInfeasible:
-        times = [(option.tpot_ms, option.ttft_ms) for option in map(self.option, plans)]
-        return too_slow("plan", *min(times, key=lambda times: self.load.excess(*times)))
 
     def _coarse_options(self, rounds: Sequence[Sequence[float]]) -> list[Option]:
         for depth in sorted({depth for _, depth in self._plans}):
