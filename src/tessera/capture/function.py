@@ -160,23 +160,25 @@ class FunctionCall:
         return line_that_changes(PyValue(name, lambda: held.current), lambda: self.fn(*given[0], **given[1]))
 
     def _sort(self, watch: Watch) -> None:
-        self._inputs: dict[str, MemoryBlock] = {}
-        self.changed: dict[str, MemoryBlock] = {}
-        self._weights: dict[str, MemoryBlock] = {}
+        self._inputs, self.changed, self._weights = (dict[str, MemoryBlock]() for _ in range(3))
+        touched = watch.touched
         for name, block in self.blocks.items():
             is_argument = self._is_argument(block)
             held = [self._holder(n) for n, _ in block.parts if n not in self._leaves]
             fixed = [h for h in held if h is not None and h.holder is None]
-            if fixed and (name in watch.saved or (is_argument and name in watch.touched)):
-                message = f"'{fixed[0].name}' is changed, or is an argument too, but only a closure holds it"
+            if fixed and (name in watch.saved or (is_argument and name in touched)):
+                message = f"'{fixed[0].name}' is changed or an argument, but only a closure or tuple holds it"
                 remedy = "Pass it as an argument, or register it on its module with register_buffer."
                 raise CaptureError(message, remedy)
             if name in watch.saved:
                 self.changed[name] = block
             elif is_argument:
                 self._inputs[name] = block
-            elif name in watch.touched:
+            elif name in touched:
                 self._weights[name] = block
+            beside = (r for r in touched.get(name, ()) if r.start < block.start or r.stop > block.stop)
+            if name not in self._weights and next(beside, None) is not None:
+                raise CaptureError(f"the call uses memory beside '{name}'", "Pass the larger tensor as well.")
 
     @contextmanager
     def mode(self) -> Iterator[None]:
@@ -232,8 +234,7 @@ class FunctionCall:
         for name in copies.keys() & self.changing().keys():
             for number, view in blocks.spread(self.blocks[name], copies[name]):
                 blocks.fill(view, fresh_tensor(view, seed * 1_000 + number, is_mild))
-        drawn_from = [name for name in self.generators if name in copies]
-        return copies | {name: rng.seeded_state(name, FRESH_SEED + seed) for name in drawn_from}
+        return copies | {n: rng.seeded_state(n, FRESH_SEED + seed) for n in self.generators if n in copies}
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Binds another call's arguments; MismatchError if their structure differs."""
@@ -340,11 +341,10 @@ class FunctionCall:
 
 
 def _alike(leaf: Any, fixed: Any) -> bool:
-    """Any tensor, or an equal fixed value, may replace the captured one."""
-    if isinstance(fixed, torch.Tensor):
-        return type(leaf) is type(fixed)
-    is_plain = isinstance(fixed, bool | int | float | complex | str | bytes | torch.dtype | torch.device)
-    return leaf is fixed or (is_plain and type(leaf) is type(fixed) and bool(leaf == fixed))
+    """Another tensor of its class, or an equal fixed value, may replace the captured one."""
+    kinds = torch.Tensor | bool | int | float | complex | str | bytes | torch.dtype | torch.device
+    is_open = type(leaf) is type(fixed) and isinstance(fixed, kinds)
+    return leaf is fixed or (is_open and (isinstance(fixed, torch.Tensor) or bool(leaf == fixed)))
 
 
 def _seen(named: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -475,9 +475,12 @@ class Watch(Recorder):
         self.saved: dict[str, torch.Tensor] = {}
 
     @property
-    def touched(self) -> set[str]:
-        used = {a.buffer for launch in self._ledger.launches for a in launch.accesses}
-        return {name for number, name in self._names.items() if number in used}
+    def touched(self) -> dict[str, list[Region]]:
+        found: dict[str, list[Region]] = {}
+        for access in (a for launch in self._ledger.launches for a in launch.accesses):
+            if access.buffer in self._names:
+                found.setdefault(self._names[access.buffer], []).append(access.region)
+        return found
 
     @property
     def generators(self) -> list[str]:

@@ -159,6 +159,16 @@ def test_a_constant_that_the_first_call_keeps_is_set_up(place: str) -> None:
         tessera.capture(Keeping(True), torch.ones(3))
 
 
+def test_memory_beside_an_argument_is_refused() -> None:
+    """A step gets the bytes of its arguments, and no others of the same storage."""
+    whole = torch.arange(40.0)
+
+    with pytest.raises(CaptureError, match=r"memory beside 'x'.*larger tensor"):
+        tessera.capture(lambda x: x.as_strided((2,), (1,), 0) * 2, whole[20:25])
+    step = workload(lambda x, y: x.as_strided((2,), (1,), 0) * 2, whole[20:25], whole)
+    assert [0, 2] == step.run(*step.request(0))["output"].tolist()
+
+
 def test_a_state_is_detached_in_place() -> None:
     """What a program is given is no view."""
     assert 1 == len(tessera.capture(lambda x: x.detach_().add_(1), torch.ones(3)).launches)
@@ -174,7 +184,7 @@ def test_a_change_of_a_tensor_in_a_slot_is_refused() -> None:
     slots = Slots()
     slots.sum = torch.zeros(2)
 
-    with pytest.raises(CaptureError, match=r"only a closure holds it.*register_buffer"):
+    with pytest.raises(CaptureError, match=r"only a closure or tuple holds it.*register_buffer"):
         tessera.capture(lambda x: slots.sum.add_(x) * 2, torch.ones(2))
 
 
