@@ -133,6 +133,8 @@ class Hub:
         return self.setups[0].transport in RESTART_TOGETHER
 
     def start(self) -> None:
+        if self._method == FORKSERVER and any(member.is_local for member in self.members):
+            warm_up()
         home = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         with sharing("the workers"):
             self._folder = tempfile.mkdtemp(prefix=f"tessera-{os.getpid()}-", dir=home)
@@ -149,8 +151,6 @@ class Hub:
         session = {"engine": address, "secret": secret, "host": host, "folder": self._folder}
         for device, setup in enumerate(self.setups):
             self.setups[device] = replace(setup, progress=progress[device], **session)  # type: ignore[arg-type]
-        if self._method == FORKSERVER and any(member.is_local for member in self.members):
-            warm_up()
         self._start_due()
 
     def take(self, timeout_s: float | None) -> tuple[int, Any] | None:

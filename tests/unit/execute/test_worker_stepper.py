@@ -178,15 +178,25 @@ def test_plans_are_loaded_while_steps_run(transport: str) -> None:
 
 def test_missing_shared_memory_is_named() -> None:
     """With its size and what to do, as where a container has little of it; nothing is left there."""
+    weights = {name: weight.clone() for name, weight in made.workloads()[0].weights().items()}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))
     try:
         with pytest.raises(WorkerError, match=r"no shared memory for weights of \d.*Make room in /dev/shm"):
-            workers(split(0))
+            WorkerStepper([split(0)], weights)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     assert not list(Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
+
+
+def test_too_few_files_are_told_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sockets would end the process or the command with a traceback."""
+    monkeypatch.setattr("resource.getrlimit", lambda which: (50, 50))
+    monkeypatch.setattr("tempfile.mkdtemp", lambda **options: pytest.fail("a folder was made"))
+
+    with pytest.raises(TesseraError, match="allows 50 open files"), workers(split(0)):
+        pass
 
 
 def test_plans_for_more_microbatches_or_other_devices_are_refused() -> None:
