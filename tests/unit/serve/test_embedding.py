@@ -305,4 +305,4 @@ def test_a_failure_counts_as_an_error(server: Running, service: SingleDeviceServ
         service.model.encode = encode  # type: ignore[method-assign]
 
     assert 500 == answer.status_code
-    assert before | {"error": before["error"] + 1} == service.snapshot().finished
+    wait_until(lambda: before | {"error": before["error"] + 1} == service.snapshot().finished)
