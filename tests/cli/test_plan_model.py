@@ -164,7 +164,7 @@ def test_dense_weights_that_do_not_fit_are_fetched_beside_what_the_host_computes
     devices = ("--devices", "emu:rtx-4090,emu:cpu-xeon-8480", "--link", "pcie5")
     words = ("--random-weights", "--launches", "eager", *LOAD[2:], *QUICK)
     fetched, rates = [], []
-    for memory in (("--memory", "emu:rtx-4090=4MB"), ()):
+    for memory in (("--memory", "emu:rtx-4090=5MB"), ()):
         given = (*devices, *memory, *words, "-o", tmp_path / "x.plan", "--json")
         code, out, err = call("plan", tmp_path, *given, capsys=capsys)
         assert 0 == code, err
