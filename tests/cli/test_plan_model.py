@@ -151,7 +151,7 @@ def test_experts_are_divided_between_a_gpu_and_its_host(
         assert used <= memory["capacity"]
 
 
-def test_dense_weights_that_do_not_fit_are_fetched_beside_what_the_host_computes(
+def test_dense_weights_that_do_not_fit_are_fetched_where_that_is_best(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And none if all fit."""

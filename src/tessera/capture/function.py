@@ -142,7 +142,8 @@ class FunctionCall:
             if (old is not new if is_tensor else old != new) and not is_set_up and name not in unread:
                 remedy = "Keep it in a tensor that is changed in place (copy_, index_copy_) by every call."
                 line = self._line_that_replaces(name, arguments)
-                raise CaptureError(f"the call replaces {'the tensor ' * is_tensor}'{name}'", remedy, line)
+                message = f"the call replaces {'the tensor ' if is_tensor else ''}'{name}'"
+                raise CaptureError(message, remedy, line)
 
     def _check_memory(self, tensors: list[torch.Tensor], keys: Mapping[str, int]) -> None:
         for name, block in self.blocks.items():

@@ -374,8 +374,8 @@ class Recorder(OperatorMode):
         else:
             self._num_views += 1
             pairs = zip(results, func._schema.returns, strict=False)
-            is_told = all(d.alias_info or not isinstance(r, torch.Tensor) for r, d in pairs)
-            self._aliases.update([] if is_told else [str(func)])
+            if any(isinstance(r, torch.Tensor) and d.alias_info is None for r, d in pairs):
+                self._aliases[str(func)] += 1
         return result
 
     def _unshare(self, tensor: torch.Tensor) -> None:

@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import add
 from pathlib import Path
 from typing import Annotated
 
@@ -173,7 +172,8 @@ def simulate(
             if most < load_per_s < math.inf and figures.tokens_per_s < load_per_s:
                 say(f"warning: {load_per_s:,.0f} tokens/s are asked for and the plan gives {most:,.0f}")
             longest = min(shape_for(plan).max_tokens for plan in plans)
-            if num_cut := sum(map(longest.__lt__, map(add, arrived.prompts, arrived.outputs))):
+            lengths = zip(arrived.prompts, arrived.outputs, strict=True)
+            if num_cut := sum(prompt + output > longest for prompt, output in lengths):
                 say(f"warning: {num_cut:,} requests are cut to the {longest:,} tokens that have pages")
         return figures
     with progress(f"reading {plan.name}") as advance:

@@ -1,6 +1,7 @@
 """Folders of transformers: steps, caches and inputs from what a model says of itself."""
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,16 @@ def test_a_cache_that_is_not_followed_is_refused_with_a_way_that_there_is(
         build(step_of(str(tmp_path), "decode"))
 
     assert has_call == ("--step call" in str(refused.value))
+
+
+def test_advice_of_transformers_is_filtered_once(tmp_path: Path) -> None:
+    """However often the library is used."""
+    folder, logger = folder_of("bert", tmp_path), logging.getLogger("transformers.integrations.hub_kernels")
+    steps_of_model(folder)
+    num_filters = len(logger.filters)
+    steps_of_model(folder)
+
+    assert num_filters == len(logger.filters) > 0
 
 
 def test_a_model_with_a_table_of_attention_classes_gets_one_of_them() -> None:

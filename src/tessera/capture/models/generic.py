@@ -262,7 +262,7 @@ class CachedSteps:
         remedy = "Write a module:callable that returns a Workload."
         with suppress(*UNFIT):
             call_on_fakes(self._model)
-            remedy = f"Capture --step call, or w{remedy[1:]}"
+            remedy = "Capture --step call, or write a module:callable that returns a Workload."
         raise CaptureError(message, remedy, self._step.model) from cause
 
     def _learn_with(self, cache: Any) -> None:

@@ -115,9 +115,12 @@ def another(workload: Workload, step: Step) -> Workload:
 def _transformers() -> Any:
     transformers = extra_module("transformers", "hf")
     for name in _ADVISERS:
-        logger = logging.getLogger(name)
-        logger.addFilter(lambda record: not any(words in record.getMessage() for words in _ADVICE))
+        logging.getLogger(name).addFilter(_is_about_the_model)  # the same function is added once
     return transformers
+
+
+def _is_about_the_model(record: logging.LogRecord) -> bool:
+    return not any(words in record.getMessage() for words in _ADVICE)
 
 
 def _workload(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) -> Workload:
