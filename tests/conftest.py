@@ -197,5 +197,5 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_collection_finish() -> None:
     """From here on there is garbage; what is there by now stays, and is not looked through again."""
     gc.freeze()
-    gc.set_threshold(10_000)  # traces and plans stay: one look in 700 at all of them takes 4 % of all time
+    gc.set_threshold(50_000)  # traces and plans stay: one look in 700 at all of them takes 4 % of all time
     gc.enable()

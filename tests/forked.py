@@ -70,6 +70,9 @@ def serve(path: str, server: socket.socket, number: int, libraries: list[str]) -
     for library in libraries:
         with contextlib.suppress(ImportError):
             importlib.import_module(library)
+    with contextlib.suppress(ImportError):
+        # The digest of all of Triton, which every process that compiles a kernel would make: 1.5 s.
+        importlib.import_module("triton.runtime.cache").triton_key()
     gc.collect()
     gc.freeze()
     for _ in range(number):

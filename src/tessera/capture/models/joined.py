@@ -10,7 +10,7 @@ in type, device or bias; columns not aligned to 16 bytes; and kinds with which t
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,12 +107,14 @@ def join_products(model: torch.nn.Module, call: Callable[[], object]) -> int:
     except UNFIT:
         return 0
     groups = _groups(model, joinable, inputs)
-    first_of = {kind: path for path, kind in reversed(groups)}
-    fitting = [kind for kind, path in first_of.items() if _runs(model, path, kind, call)]
-    chosen = [(path, kind) for path, kind in groups if kind in fitting]
-    for path, kind in chosen:
+    first_of = {kind: (path, kind) for path, kind in reversed(groups)}
+    # Mostly all kinds fit, which one call tells.
+    if first_of and not _runs(model, first_of.values(), call):
+        fitting = [kind for kind, group in first_of.items() if _runs(model, [group], call)]
+        groups = [(path, kind) for path, kind in groups if kind in fitting]
+    for path, kind in groups:
         _join(model, path, kind)
-    return len(chosen)
+    return len(groups)
 
 
 def _joinable(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
@@ -184,15 +186,13 @@ def _group(model: torch.nn.Module, members: Sequence[str]) -> _Group:
     return owner, _Kind(type(model.get_submodule(owner)), tuple(".".join(names[depth:]) for names in parts))
 
 
-def _runs(model: torch.nn.Module, owner: str, kind: _Kind, call: Callable[[], object]) -> bool:
-    put_back = _join(model, owner, kind)
-    try:
+def _runs(model: torch.nn.Module, groups: Iterable[_Group], call: Callable[[], object]) -> bool:
+    with ExitStack() as stack, suppress(*UNFIT):
+        for path, kind in groups:
+            stack.callback(_join(model, path, kind))
         call()
-    except UNFIT:
-        return False
-    finally:
-        put_back()
-    return True
+        return True
+    return False
 
 
 def _join(model: torch.nn.Module, owner: str, kind: _Kind) -> Callable[[], None]:
