@@ -1,10 +1,10 @@
 """HttpServer: uvicorn with limited connections and an orderly shutdown.
 
-A `Connection` is closed if its request head is late or too large, or its client does not read. The rest of a
-body that was answered early is dropped: closing would reset what the client has yet to read. At the limit
-of connections the oldest idle one is closed for a new one; the new one is refused only if all are busy, so
-idle sockets never keep out a request. Bytes are read in small pieces, so that no client holds the event loop
-for long.
+A `Connection` is closed if its request head is late or its client does not read. The rest of a head that is
+too large, or of a body that was answered early, is dropped: closing would reset what the client has yet to
+read. At the limit of connections the oldest idle one is closed for a new one; the new one is refused only if
+all are busy, so idle sockets never keep out a request. Bytes are read in small pieces, so that no client
+holds the event loop for long.
 
 SIGTERM or SIGINT begins the shutdown: new requests get 503, running ones have some seconds to finish and then
 end with an error. A second signal ends the server at once.
@@ -36,11 +36,15 @@ OWN_FILES = 256
 BACKLOG, ACCEPTED_AT_ONCE = 4096, 64
 READ_BYTES = 2**14
 # Offers of other protocols are ignored; the parser would take the body for one (Java's client offers HTTP/2).
-UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
+UPGRADE = b"\nupgrade:"
+UPGRADES = re.compile(UPGRADE, re.IGNORECASE)
 # For cancelled streams to send their error.
 LAST_WORDS_S = 2.0
 TOO_MANY = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+)
+HEAD_TOO_LARGE = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 )
 
 
@@ -54,6 +58,20 @@ class ConnectionTable:
 
 
 class Parser(HttpToolsProtocol):
+    # Line feed, which is parsed, and bytes after it that may begin an offer.
+    _line = b""
+
+    def data_received(self, data: bytes) -> None:
+        if not self.is_in_body:
+            text, num_parsed = UPGRADES.sub(b"\nx-offer:", self._line + data), len(self._line[:1])
+            line = text[text.rfind(b"\n") :]
+            self._line = line if UPGRADE.startswith(line.lower()) else b""
+            data = self._line[1:]
+            super().data_received(text[num_parsed : len(text) - len(data)])
+        if self.is_in_body:  # where no line is an offer
+            self._line = b""
+            super().data_received(data)
+
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self.cycle.more_body = False  # also of a request that is answered
@@ -75,6 +93,7 @@ class Connection(asyncio.BufferedProtocol):
         self._num_requests = 0
         # Bytes since the last request ended.
         self.received = 0
+        self._is_refused = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are asyncio's by their methods only.
@@ -98,11 +117,13 @@ class Connection(asyncio.BufferedProtocol):
             self._start_idle_timer()
         self.received += nbytes
         is_rest = is_idle and self._http.is_in_body
-        data = bytes(self._table.buffer[:nbytes])
-        self._http.data_received(data if self._http.is_in_body else UPGRADE.sub(b"\r\nx-offer:", data))
+        if not self._is_refused:
+            self._http.data_received(bytes(self._table.buffer[:nbytes]))
         if is_rest and not self._http.is_in_body:
             self.received = 0
-        if is_idle and self.received > (self._limits.bodies_bytes if is_rest else HEAD_BYTES):
+        if is_idle and self.received > HEAD_BYTES and not (is_rest or self._is_refused):
+            self._refuse()
+        elif is_idle and self.received > self._limits.bodies_bytes:
             self._drop()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -147,6 +168,13 @@ class Connection(asyncio.BufferedProtocol):
         if self._idle_timer is not None:
             self._idle_timer.cancel()
         self._idle_timer = asyncio.get_running_loop().call_later(self._limits.idle_s, self._drop)
+
+    def _refuse(self) -> None:
+        """The rest of the head is dropped: closing would reset the answer."""
+        self._is_refused = True
+        self._transport.write(HEAD_TOO_LARGE)
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
 
     def _cancel_stall_timer(self) -> None:
         if self._stall_timer is not None:

@@ -222,11 +222,19 @@ def test_invalid_http_is_refused(server: Running) -> None:
     assert everything(connect(server, b"\x16\x03\x01 hello\r\n\r\n")).startswith(b"HTTP/1.1 400")
 
 
-def test_endless_head_is_dropped(server: Running) -> None:
-    """A head beyond its limit closes the connection, however fast it comes."""
-    client = connect(server, b"GET / HTTP/1.1\r\nhost: x\r\n")
-    with client, pytest.raises(OSError, match=r"reset|Broken"):
-        client.sendall(b"x-more: 1\r\n" * 2**20)
+def test_endless_head_is_dropped(service: Scripted) -> None:
+    """A head without end closes the connection, however fast it comes."""
+    with running(service, HttpLimits(bodies_bytes=2**20)) as server:
+        client = connect(server, b"GET / HTTP/1.1\r\nhost: x\r\n")
+        with client, pytest.raises(OSError, match=r"reset|Broken"):
+            client.sendall(b"x-more: 1\r\n" * 2**20)
+
+
+def test_a_head_beyond_its_limit_is_told_so(server: Running) -> None:
+    """A client that sends all of its head before it reads gets a 431."""
+    head = b"GET /health HTTP/1.1\r\nhost: localhost\r\ncookie: %s\r\n\r\n" % (b"x" * 2**22)
+    with connect(server, head) as client:
+        assert everything(client).startswith(b"HTTP/1.1 431 ")
 
 
 def tiny_chunks(num: int) -> bytes:
@@ -378,13 +386,31 @@ def test_fewer_files_mean_fewer_connections(monkeypatch: pytest.MonkeyPatch) -> 
     assert "ulimit -n 10256" in remark
 
 
-def test_an_offer_of_another_protocol_is_ignored(server: Running) -> None:
-    """Java's client offers HTTP/2 with every first request, and sends the body all the same."""
-    offer = b" HTTP/1.1\r\nconnection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAEA\r\nUpgrade: h2c\r\n"
-    with connect(server, raw_request(CHAT).replace(b" HTTP/1.1\r\n", offer)) as client:
+OFFER = b" HTTP/1.1\r\nconnection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAEA\r\nUpgrade: h2c\r\n"
+
+
+@pytest.mark.parametrize(
+    "parts", [(b"",), (b"U", b"pgrade: "), (b"Upgra", b"de: h2c\r\n"), (b"\r", b"\nUpgrade")]
+)
+def test_an_offer_of_another_protocol_is_ignored(server: Running, parts: tuple[bytes, ...]) -> None:
+    """Java's client offers HTTP/2 with every first request, and sends the body all the same; wherever a read
+    of the offer ends.
+    """
+    request = raw_request(CHAT).replace(b" HTTP/1.1\r\n", OFFER)
+    at = request.index(b"".join(parts)) + len(parts[0])
+    with connect(server, request[:at]) as client:
+        time.sleep(0.05)
+        client.sendall(request[at:])
         said = client.recv(65536)
 
     assert said.startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_body_that_begins_like_an_offer_is_read_to_its_end(server: Running) -> None:
+    """Only lines of a head are offers: the last bytes of a body are not kept back."""
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    with connect(server, head + b"content-length: 3\r\n\r\n\nup") as client:
+        assert client.recv(65536).startswith(b"HTTP/1.1 400 ")
 
 
 def test_a_body_of_two_lengths_is_refused_and_the_connection_closed(server: Running) -> None:
