@@ -10,18 +10,10 @@ import msgspec
 from tessera import __version__
 from tessera.cli.output import HIDDEN, Record, progress, shown
 from tessera.errors import install_line, version_of
+from tessera.ir.files import packaged
 
-EXTRAS = {
-    "hf": ("transformers", "safetensors"),
-    "serve": ("fastapi", "uvicorn"),
-    "load": ("aiohttp",),
-    "grammar": ("llguidance",),
-    "diffusers": ("diffusers",),
-    "report": ("matplotlib",),
-    "tables": ("aiconfigurator_core", "pyarrow"),
-    "ray": ("ray",),
-    "gpu": ("triton",),
-}
+# Extra -> the modules that it installs.
+EXTRAS = packaged("cli", "extras.json", dict[str, tuple[str, ...]])
 CORE = ("torch", "numpy", "scipy", "msgspec", "pyzmq", "typer", "rich")
 
 

@@ -49,6 +49,9 @@ class FluidConfig:
     backlog: float = 2.0
     # Steps of a mixed group per step with prompt tokens.
     every: tuple[int, ...] = (1, 2, 4)
+    # Where first tokens are limited also: steps of a somewhat longer prompt.
+    reading_steps: tuple[int, ...] = (1, 2, 4)
+    longer: float = 1.1
     # Sequences beyond those that answer, to fill mixed steps.
     waiting_share: float = 0.12
     waiting: int = 2
@@ -271,24 +274,31 @@ class FluidModel:
         return tokens * self.answers / (self.answers + self.load.prompt_tokens)
 
     def _timed(
-        self, policy: str, group: GroupDraft, tokens: int, step_us: float, every: int = 1
+        self,
+        policy: str,
+        group: GroupDraft,
+        tokens: int,
+        step_us: float,
+        every: int = 1,
+        reading_us: float | None = None,
     ) -> ServiceDraft:
-        answering = self._answering(tokens)
-        read = (group.sizes[-1] - answering) / every / self.load.prompt_tokens
+        """`reading_us`: time of a step with prompt tokens, where others have none."""
+        chunk = group.sizes[-1] - self._answering(tokens)
+        read = chunk / every / self.load.prompt_tokens
         per_s = min(tokens / (self.answers + self.load.prompt_tokens), read) * 1e6 / step_us
         tpot_ms = group.microbatches * step_us * 1e-3
-        chunk = max(1.0, tokens - answering)
-        reading = max(0.5 * every, self.load.prompt_tokens / chunk)
-        return self._draft(policy, [group], per_s, tpot_ms, tpot_ms * reading)
+        steps = math.ceil(self.load.prompt_tokens / max(1.0, chunk))
+        ttft_ms = 1e-3 * group.microbatches * (0.5 * step_us + steps * (reading_us or step_us))
+        return self._draft(policy, [group], per_s, tpot_ms, ttft_ms)
 
     def _alone(self, device: int, policy: str) -> Iterator[ServiceDraft]:
-        for tokens, every in product(self.step_tokens, self.config.every):
+        for tokens, every in self._rhythms():
             group = self._mixed((device,), tokens, every=every)
             largest = group.sizes[-1]
             if group.sequences > self.config.most_sequences or largest > self.config.most_tokens:
                 continue
             price = self.price(largest, group.sequences, group.length)
-            step_us = price.total_us(device)
+            step_us = reading_us = price.total_us(device)
             if not self.fits(device, group.pool_tokens, price):
                 continue
             if every > 1:
@@ -298,7 +308,17 @@ class FluidModel:
                 reading = steps * tokens / (self.answers + self.load.prompt_tokens)
                 share = max(1.0 / every, 1.0 - math.exp(-reading))
                 step_us = share * step_us + (1.0 - share) * plain.total_us(device)
-            yield self._timed(policy, group, tokens, step_us, every)
+            yield self._timed(policy, group, tokens, step_us, every, reading_us)
+
+    def _rhythms(self) -> Iterator[tuple[int, int]]:
+        """Tokens of a step, and steps per step with prompt tokens."""
+        prompt = self.config.longer * self.load.prompt_tokens
+        for tokens in self.step_tokens:
+            every = set(self.config.every)
+            if self.load.ttft_ms is not None:
+                chunk = tokens - self._answering(tokens)
+                every |= {math.ceil(prompt / (chunk * steps)) for steps in self.config.reading_steps}
+            yield from product((tokens,), sorted(every))
 
     def _replicas(self, policy: str) -> Iterator[ServiceDraft]:
         """A group per device; for each time per token of some device, the best groups within it. Devices
@@ -309,8 +329,12 @@ class FluidModel:
         if policy == SINGLE:
             yield from rows
             return
-        firsts = sorted({row.ttft_ms for row in rows}) if self.load.ttft_ms is not None else [math.inf]
-        for limit, first in product(sorted({row.tpot_ms for row in rows}), firsts):
+        firsts = {math.inf}
+        if self.load.ttft_ms is not None:
+            each = {kind: _undominated(options) for kind, options in each.items()}
+            rows = list(chain(*each.values()))
+            firsts = {row.ttft_ms for row in rows}
+        for limit, first in product(sorted({row.tpot_ms for row in rows}), sorted(firsts)):
             pairs = [
                 (max(within, key=lambda row: row.tokens_per_s), kind)
                 for kind, options in each.items()
@@ -347,7 +371,9 @@ class FluidModel:
                 yield self._balanced(policy, prompts, [(seat, on) for seat, on in pairs if seat])
 
     def _first_ms(self, group: GroupDraft, tokens_per_s: float) -> float:
-        return 1e3 * (self.config.backlog + 0.5) * group.sizes[-1] / tokens_per_s
+        """A step that runs, and the prompts that wait or, if that is longer, its own."""
+        tokens = group.sizes[-1]
+        return 1e3 * (0.5 * tokens + max(self.config.backlog * tokens, group.length)) / tokens_per_s
 
     def _seats(self, device: int, policy: str) -> Iterator[_Seat]:
         role = Role.ANSWERS if policy == PREFILL_DECODE else Role.MIXED
@@ -379,13 +405,13 @@ class FluidModel:
             sequences = math.ceil(2.0 * self.config.backlog * tokens / self.load.prompt_tokens) + 4
             pool = self.pool_tokens(sequences, self.load.prompt_tokens)
             price = self.price(tokens, min(tokens, sequences), self.load.prompt_tokens)
-            us = price.total_us(device)
-            is_late = (self.config.backlog + 0.5) * us * 1e-3 > (self.load.ttft_ms or math.inf)
+            sizes = (max(tokens, sequences),)
+            group = GroupDraft(Role.PROMPTS, (device,), sequences, sizes, 1, pool, self.load.prompt_tokens)
+            option = group, 1e6 * tokens / price.total_us(device)
+            is_late = self._first_ms(*option) > (self.load.ttft_ms or math.inf)
             if (options and is_late) or not self.fits(device, pool, price):
                 break
-            sizes = (tokens,) if tokens > sequences else (max(tokens, sequences),)
-            group = GroupDraft(Role.PROMPTS, (device,), sequences, sizes, 1, pool, self.load.prompt_tokens)
-            options.append((group, tokens / us * 1e6))
+            options.append(option)
         least = (1.0 - self.config.prompt_gain) * max((rate for _, rate in options), default=0.0)
         return next((option for option in options if option[1] >= least), None)
 
@@ -587,6 +613,15 @@ class CapturedModel(FluidModel):
         price = self.price(self._mean_tokens, self.sequences, self.length)
         step_us = _together_us(price, self.used) / self.config.efficiency
         yield self._timed(policy, group, self._mean_tokens, step_us)
+
+
+def _undominated(drafts: Sequence[ServiceDraft]) -> list[ServiceDraft]:
+    """Without those that another one excels in rate and both times."""
+    kept: list[ServiceDraft] = []
+    for draft in sorted(drafts, key=lambda d: -d.tokens_per_s):
+        if all(draft.tpot_ms < better.tpot_ms or draft.ttft_ms < better.ttft_ms for better in kept):
+            kept.append(draft)
+    return kept
 
 
 def _together_us(price: StepPrice, devices: Sequence[int]) -> float:

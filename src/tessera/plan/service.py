@@ -26,7 +26,7 @@ QUICKER = 2.0
 BEHIND = 0.9
 # Share of pages that the next draft may have.
 MAX_MISFITS, SMALLER = 6, 0.88
-# Rehearsals with fewer requests; by Little's law, later also by eighths.
+# Rehearsals with fewer requests: by Little's law, later by growing shares, at last one at a time.
 MAX_FEWER, SURE = 8, 2
 # Drafts that exceed a limit by more are too slow for any number of requests.
 FAR = 3.0
@@ -80,7 +80,7 @@ def plan_service(
             consider(replace(plan, policy=DIVIDED[-1]) for plan in fetching)
     within = {policy: plan for policy, plan in best.items() if plan.rival.expected.is_within(load)}
     if not within and (is_strict or not best):
-        raise _refusal(fluids[0], tried, policies)
+        raise _refusal(fluids[0], tried or _nearest(fluids[0], policies, make, rehearse))
     within = within or best
     figures = {name: figure(plan) for name, plan in within.items()}
     most = max(figures.values())
@@ -160,9 +160,11 @@ def _rehearsals(
     slack, best = 1.0, 0.0
     # A quick plan tries more while nothing keeps to the limits.
     missing = FLUID if fluid.is_strict else fluid.config
-    while len(rehearsals) < (fluid.config if best or most else missing).num_rehearsed:
-        next_draft = drafted_plans.best(slack, max(BEHIND * most, (1.0 + TIE) * best) if best else 0.0)
-        if next_draft is None and not (rehearsals or most):
+    while True:
+        next_draft = None
+        if len(rehearsals) < (fluid.config if best or most else missing).num_rehearsed:
+            next_draft = drafted_plans.best(slack, max(BEHIND * most, (1.0 + TIE) * best) if best else 0.0)
+        if next_draft is None and not (best or most):
             next_draft = drafted_plans.nearest()
         if next_draft is None:
             break
@@ -218,14 +220,14 @@ class DraftedPlans:
             draft = next((draft for draft in drafts if draft not in skipped), None)
             if draft is None or draft.tokens_per_s < least:
                 return None
-            plan = self._made(draft)
+            plan = self.made(draft)
             if plan is not None:
                 return None if draft in self.tried else (draft, plan)
             skipped.add(draft)
             pool_tokens = SMALLER * draft.pool_tokens
         return None
 
-    def _made(self, draft: ServiceDraft) -> ServicePlan | None:
+    def made(self, draft: ServiceDraft) -> ServicePlan | None:
         if draft not in self.plans:
             try:
                 self.plans[draft] = self.make(draft)
@@ -234,10 +236,13 @@ class DraftedPlans:
         return self.plans[draft]
 
     def nearest(self) -> tuple[ServiceDraft, ServicePlan] | None:
-        """The draft that misses the limits least, if fewer requests may keep them."""
+        """The draft that misses the limits least, once, if fewer requests may keep them."""
         draft = self.fluid.nearest(self.policy)
-        plan = self._made(draft) if draft and self.fluid.excess(draft) <= FAR else None
-        return (draft, plan) if draft and plan else None
+        if draft is None or draft in self.tried or self.fluid.excess(draft) > FAR:
+            return None
+        self.tried.add(draft)
+        plan = self.made(draft)
+        return None if plan is None else (draft, plan)
 
 
 def _simulated(draft: ServiceDraft, plan: ServicePlan) -> float:
@@ -257,7 +262,7 @@ def _rehearsed(plan: ServicePlan, load: Load, rehearse: Rehearse) -> Expected:
             break
         late_s = 1e-3 * (expected.ttft_ms - AIM * load.ttft_ms)
         fewer = math.ceil(late_s * expected.tokens_per_s / load.output_tokens)
-        fewer = max(fewer, (turn - SURE) * expected.clients // 8)
+        fewer = max(fewer, (turn - SURE) * expected.clients // (MAX_FEWER - SURE - 1))
         expected = rehearse(plan, load, max(1, expected.clients - fewer))
     return expected
 
@@ -279,15 +284,24 @@ def _slack(load: Load, draft: ServiceDraft, expected: Expected, slack: float) ->
     return least if least > 1.0 / UNDERCUT else slack
 
 
-def _refusal(fluid: FluidModel, missed: Sequence[ServicePlan], policies: Sequence[str]) -> PlanInfeasible:
-    times_ms = [(plan.rival.expected.tpot_ms, plan.rival.expected.ttft_ms) for plan in missed]
+def _nearest(
+    fluid: FluidModel, policies: Sequence[str], make: MakePlan, rehearse: Rehearse
+) -> list[ServicePlan]:
+    """One rehearsed plan: the draft that misses the limits least and fits memory."""
+    drafts = [draft for policy in policies if (draft := fluid.nearest(policy)) is not None]
+    for draft in sorted(drafts, key=fluid.excess):
+        plan = DraftedPlans(fluid, draft.policy, make).made(draft)
+        if plan is not None:
+            return [replace(plan, expected=_rehearsed(plan, fluid.load, rehearse))]
+    return []
+
+
+def _refusal(fluid: FluidModel, missed: Sequence[ServicePlan]) -> PlanInfeasible:
     if not missed:
-        drafts = [draft for policy in policies if (draft := fluid.nearest(policy)) is not None]
-        if not drafts or (fluid.load.tpot_ms, fluid.load.ttft_ms) == (None, None):
-            need = (fluid.model.weights + fluid.model.token * 2 * fluid.length) / 1e9
-            return PlanInfeasible(
-                f"the model and one request need {need:.3g} GB and room to compute, more than these have",
-                "Add a device, or plan for shorter requests.",
-            )
-        times_ms = [(draft.tpot_ms, draft.ttft_ms) for draft in drafts]
+        need = (fluid.model.weights + fluid.model.token * 2 * fluid.length) / 1e9
+        return PlanInfeasible(
+            f"the model and one request need {need:.3g} GB and room to compute, more than these have",
+            "Add a device, or plan for shorter requests.",
+        )
+    times_ms = [(plan.rival.expected.tpot_ms, plan.rival.expected.ttft_ms) for plan in missed]
     return too_slow("service", *min(times_ms, key=lambda times: fluid.load.excess(*times)))

@@ -44,7 +44,7 @@ from tessera.serve.openai.bodies import (
     TokenizeRequest,
     no_such_model,
 )
-from tessera.serve.openai.errors import ApiError, ErrorDocument, JsonResponse, add_handlers
+from tessera.serve.openai.errors import STATUSES, ApiError, ErrorDocument, JsonResponse, add_handlers
 from tessera.serve.openai.read import EmbeddingDraft, Endpoint, make_asks
 from tessera.serve.openai.write import (
     Writer,
@@ -67,20 +67,7 @@ NUM_DECISIONS = 20
 SCHEMAS = "#/components/schemas/{name}"
 ERROR_CONTENT = {"application/json": {"schema": {"$ref": SCHEMAS.format(name="ErrorDocument")}}}
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"content": ERROR_CONTENT, "description": text}
-    for status, text in {
-        400: "The request is malformed, too long, or asks for what is not supported.",
-        401: "The key is missing or wrong.",
-        403: "A local server was called by another name.",
-        404: "Another model is served.",
-        405: "The path takes another method.",
-        408: "The body did not arrive in time.",
-        413: "The body is too large.",
-        415: "The body is not application/json, or is compressed.",
-        429: "Too many requests wait.",
-        500: "A device was lost twice, or the server has a bug.",
-        503: "The server is shutting down.",
-    }.items()
+    status: {"content": ERROR_CONTENT, "description": text} for status, (_, text) in STATUSES.items()
 }
 NEEDS_KEY: dict[int | str, dict[str, Any]] = {401: ERRORS[401]}
 

@@ -14,28 +14,13 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from tessera import __version__
 from tessera.ir import DecisionKind
+from tessera.ir.files import packaged
 from tessera.serve.meters import Meters, Times
 from tessera.serve.records import Finish, Snapshot
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-# vLLM's buckets, with finer ones below for small models.
-FIRST_TOKEN_S = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80
-)  # fmt: skip
-TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
-REQUEST_S = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
-TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
-HISTOGRAMS = {
-    "time_to_first_token_seconds": ("From arrival to the first token.", FIRST_TOKEN_S),
-    "inter_token_latency_seconds": ("Between two tokens of one answer.", TOKEN_S),
-    "request_time_per_output_token_seconds": ("Mean time per token after the first, of one answer.", TOKEN_S),
-    "e2e_request_latency_seconds": ("From arrival to the end.", REQUEST_S),
-    "request_queue_time_seconds": ("Waiting for a row.", REQUEST_S),
-    "request_prefill_time_seconds": ("From a row to the first token.", REQUEST_S),
-    "request_decode_time_seconds": ("From the first token to the last.", REQUEST_S),
-    "request_prompt_tokens": ("Tokens of a prompt.", TOKENS),
-    "request_generation_tokens": ("Tokens of an answer.", TOKENS),
-}
+# Name -> help text and vLLM's buckets, with finer ones below for small models.
+HISTOGRAMS = packaged("serve", "histograms.json", dict[str, tuple[str, tuple[float, ...]]])
 # vLLM's words.
 REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
 
@@ -82,7 +67,7 @@ class Metrics(Meters):
         self._observe("inter_token_latency_seconds", *seconds)
 
     def stepped(self, kind: str, seconds: float) -> None:
-        self._steps.setdefault(kind, Histogram(TOKEN_S)).add((seconds,))
+        self._steps.setdefault(kind, Histogram(HISTOGRAMS["inter_token_latency_seconds"][1])).add((seconds,))
 
     def ended(self, finish: Finish, times: Times) -> None:
         """A request cancelled in the queue has only a total time."""

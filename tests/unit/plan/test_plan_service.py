@@ -1,6 +1,7 @@
 """Drafts of services by step times, and the choice among them by rehearsal."""
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -316,3 +317,72 @@ def test_limits_below_every_draft_are_tried_with_fewer_requests() -> None:
     assert not any(model.drafts(name) for name in names)
     assert found.expected is not None
     assert found.expected.is_within(model.load)
+
+
+@pytest.mark.parametrize("lengths", [(2048, 512), (4096, 128), (512, 64)])
+def test_limited_first_tokens_have_steps_that_read_a_prompt_at_once(lengths: tuple[int, int]) -> None:
+    """Also where memory holds few sequences, which seldom end."""
+    found = fluid("emu:l40s", Load(*lengths, ttft_ms=1.0), token_bytes=1 << 19)
+    draft = found.nearest("single")
+    once_ms = 1e-3 * found.price(lengths[0], 8, found.length).total_us(0)
+
+    assert draft is not None
+    assert once_ms < draft.ttft_ms < 1.2 * once_ms + 20.0
+
+
+def test_a_split_reads_no_prompt_sooner_than_its_steps() -> None:
+    """A prompt of many steps takes all of them."""
+    found = fluid("emu:h20,emu:l40s", Load(16_384, 64), token_bytes=1 << 15)
+    drafts = found.drafts("prefill-decode")
+
+    assert drafts
+    for draft in drafts:
+        (group, *_) = draft.groups
+        step_ms = 1e-3 * found.price(group.sizes[-1], group.sequences, group.length).total_us(
+            group.devices[0]
+        )
+        assert draft.ttft_ms >= step_ms * 16_384 / group.sizes[-1]
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.5, 4.0])
+@pytest.mark.parametrize("limits", [(None, 2.0), (None, 60.0), (1.0, None), (3.0, None)])
+def test_times_that_a_refusal_names_are_reached(
+    slower: float, limits: tuple[float | None, float | None]
+) -> None:
+    """They are rehearsed, however far the limits are."""
+    load = Load(1024, 256, tpot_ms=limits[0], ttft_ms=limits[1])
+    with pytest.raises(PlanInfeasible) as refused:
+        plan_service([fluid("emu:h20,emu:l40s", load)], no_plan, rehearsed(1.0, slower))
+    named = [1.01 * float(word) for word in re.findall(r"([\d.]+) ms", str(refused.value))]
+    told = replace(load, tpot_ms=limits[0] and named[0], ttft_ms=limits[1] and named[1])
+
+    assert plan_service([fluid("emu:h20,emu:l40s", told)], no_plan, rehearsed(1.0, slower)).expected
+
+
+def test_the_nearest_draft_is_tried_after_others_missed() -> None:
+    """Those that promise more may all be late."""
+    load = Load(1024, 256, ttft_ms=400.0)
+    found = fluid("emu:h20,emu:l40s", load)
+    nearest = found.nearest("single")
+    assert nearest is not None
+
+    def rehearse(plan: ServicePlan, load: Load, clients: int | None) -> Expected:
+        drafted = plan.expected
+        assert drafted is not None
+        late = 1.0 if drafted.ttft_ms <= nearest.ttft_ms else 10.0
+        return replace(drafted, ttft_ms=late * drafted.ttft_ms)
+
+    assert plan_service([found], no_plan, rehearse, policies=("single",)).expected
+
+
+def test_requests_are_taken_away_down_to_one() -> None:
+    """A service that is in time for one request at a time only is found."""
+
+    def rehearse(plan: ServicePlan, load: Load, clients: int | None) -> Expected:
+        clients = clients or 1000
+        return Expected(1e-3, 50.0, 0.0, 199.0 if clients == 1 else 201.0, 0.0, (1.0, 1.0), (), clients)
+
+    found = plan_service([fluid("emu:h20,emu:l40s", Load(1024, 256, ttft_ms=200.0))], no_plan, rehearse)
+
+    assert found.expected is not None
+    assert found.expected.clients == 1

@@ -1,9 +1,8 @@
 """Request bodies of OpenAI's routes, decoded strictly by msgspec: an error names the field.
 
-Unknown fields of a body are refused, because ignoring one could change the answer; `IGNORED` names harmless
-ones. Fields in `REFUSED` are accepted only with the listed values, which have no effect. Unknown fields
-inside messages and tools are ignored, as clients send back answers of other servers. null is the same as
-a missing field.
+Unknown fields of a body are refused, because ignoring one could change the answer; those of `FIELDS` are
+accepted with values that have no effect. Unknown fields inside messages and tools are ignored, as clients
+send back answers of other servers. null is the same as a missing field.
 """
 
 import re
@@ -13,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Raw, Struct
 
+from tessera.ir.files import packaged
 from tessera.serve.openai.errors import ApiError
 
 # OpenAI's limits.
@@ -31,30 +31,8 @@ MAX_TOKENS = 2**31 - 1
 # Decoding takes well under 100 ms.
 MAX_PARTS, MAX_VALUES = 2**14, 2**19
 
-IGNORED = frozenset(
-    {
-        *("cache_salt", "metadata", "prediction", "priority", "prompt_cache_key", "prompt_cache_retention"),
-        *("quality", "request_id", "safety_identifier", "service_tier", "store", "style"),
-    }
-)
-# Field -> values without effect.
-REFUSED: dict[str, tuple[Any, ...]] = {
-    name: (None, *harmless)
-    for names, harmless in (
-        ("allowed_token_ids audio chat_template guided_choice guided_grammar guided_json guided_regex", ()),
-        ("prompt_embeds reasoning_effort structured_outputs truncate_prompt_tokens", ()),
-        ("verbosity web_search_options", ()),
-        ("bad_words documents functions logits_processors", ([],)),
-        ("chat_template_kwargs", ({},)),
-        ("continue_final_message include_stop_str_in_output stream use_beam_search", (False,)),
-        ("add_generation_prompt skip_special_tokens", (True,)),
-        ("length_penalty", (1,)),
-        ("function_call", ("none", "auto")),
-        ("modalities", ([], ["text"])),
-        ("suffix", ("",)),
-    )
-    for name in names.split()
-}
+# Further fields -> values without effect; null: all of them.
+FIELDS = packaged("serve.openai", "fields.json", dict[str, list[Any] | None])
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 PROMPTS = "a text, a list of texts, a list of token ids, or a list of such lists; none of them empty"
 PLACE = re.compile(r" - at `(?:key` in `)?\$\.?(.*?)`$")
@@ -349,11 +327,12 @@ def template_variables(request: ChatRequest | TokenizeRequest) -> dict[str, Any]
 
 
 def _check_names(fields: dict[str, Raw], names: tuple[str, ...]) -> None:
-    for name in fields.keys() - set(names) - IGNORED:
-        if name not in REFUSED:
+    for name in fields.keys() - set(names):
+        if name not in FIELDS:
             message = f"{name[:64]}: there is no such field; leave it out"
             raise ApiError(400, message, name[:64], "unknown_parameter")
-        if msgspec.json.decode(fields[name]) not in REFUSED[name]:
+        harmless = FIELDS[name]
+        if harmless is not None and msgspec.json.decode(fields[name]) not in harmless:
             raise unsupported(name)
 
 

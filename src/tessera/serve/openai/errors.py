@@ -14,21 +14,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tessera.errors import AskError, ServiceBusy, ServiceClosing, TesseraError
+from tessera.ir.files import packaged
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
 log = logging.getLogger("tessera.serve")
 
-# OpenAI's client raises by the status.
-TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-    500: "server_error",
-    503: "service_unavailable_error",
-}
+# Status -> OpenAI's type, and when it comes. OpenAI's client raises by the status.
+STATUSES = packaged("serve.openai", "errors.json", dict[int, tuple[str, str]])
 TINY_CHUNKS = "tiny_chunks"
 CLOSE = {"Connection": "close"}
 HEADERS: dict[int | str | None, dict[str, str]] = {
@@ -62,7 +56,7 @@ class ApiError(Exception):
 
     @property
     def document(self) -> ErrorDocument:
-        kind = TYPES.get(self.status, "invalid_request_error")
+        kind = STATUSES.get(self.status, STATUSES[400])[0]
         return ErrorDocument(ErrorBody(self.message, kind, self.param, self.code))
 
     @property
