@@ -3,6 +3,8 @@
 import gc
 import importlib
 import importlib.util
+import io
+import logging
 import os
 import ssl
 import sys
@@ -118,6 +120,18 @@ def _products() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def logged() -> Iterator[io.StringIO]:
+    """What is logged, also by the HTTP server, whose loggers keep it to themselves."""
+    text = io.StringIO()
+    handler, loggers = logging.StreamHandler(text), [logging.getLogger(), logging.getLogger("uvicorn")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    yield text
+    for logger in loggers:
+        logger.removeHandler(handler)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`make test-all`."""
     parser.addoption(
@@ -132,6 +146,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
     gc.disable()  # until tests are collected: what is imported stays
+    # It looks through all loggers six times for each test; warnings are on standard error all the same.
+    config.pluginmanager.set_blocked("logging-plugin")
     is_whole = bool(config.getoption("--whole"))
     sampling.set_whole(is_whole)
     if importlib.util.find_spec("hypothesis") is not None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from factories import make_chain, make_plan
+from sampling import examples
 from tessera.adapt.capability import Capability, Point, crossing_per_s
 from tessera.adapt.monitor import Monitor, MonitorConfig
 from tessera.execute.lanes import Lanes
@@ -112,7 +113,7 @@ def test_a_steady_load_at_the_crossing_does_not_flap() -> None:
     """Where both are as good, chance alone moves the count; the count's own error keeps the policy."""
     monitor = Monitor([QUICK, WIDE])
 
-    assert len(arrivals(monitor, 7.0, 3000)) < 10
+    assert len(arrivals(monitor, 7.0, examples(3000, 1500))) < examples(10, 5)
 
 
 def test_a_crowd_switches_before_the_window_has_seen_it() -> None:
@@ -231,7 +232,8 @@ def test_two_switches_are_at_least_a_window_apart() -> None:
     """A crowd that comes and goes ten times a window makes one switch per window at most."""
     monitor = Monitor([QUICK, WIDE], MonitorConfig(window_s=2.0))
     monitor.begin(0.0)
-    switches = [n * 0.02 for n in range(2000) if arrive(monitor, n * 0.02, 80 if n // 10 % 2 else 0)]
+    times = [n * 0.02 for n in range(examples(2000, 1000))]
+    switches = [now for n, now in enumerate(times) if arrive(monitor, now, 80 if n // 10 % 2 else 0)]
 
     assert all(later - earlier >= 2.0 - 1e-9 for earlier, later in pairwise(switches))
 
@@ -244,7 +246,7 @@ def test_a_gain_within_the_error_of_the_figures_is_no_reason() -> None:
     monitor = Monitor([QUICK, other], MonitorConfig(window_s=10.0))
     first = monitor.current
 
-    assert all(arrive(monitor, n * 0.2, 5) is None for n in range(500))
+    assert all(arrive(monitor, n * 0.2, 5) is None for n in range(examples(500, 300)))
     assert first == monitor.current
 
 

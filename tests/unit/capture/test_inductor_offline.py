@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="needs triton")
 from inductor_factory import WIDTH, Block, Cpu, random_order, trace, workload
 from sampling import num_layers
 from tessera.analyze import build_graph
-from tessera.capture import build
+from tessera.capture import Workload, build
 from tessera.capture.fake import on_device
 from tessera.capture.inductor import alike, cut, record_inductor, record_inductor_offline, trace_step
 from tessera.capture.offline import offline
@@ -28,6 +28,18 @@ def program_order() -> tuple[dict[str, torch.Tensor], Cpu]:
     """The trace run on the CPU as recorded."""
     cpu = Cpu(trace())
     return cpu.run(range(len(trace().launches))), cpu
+
+
+def small() -> Workload:
+    """A block alone."""
+    block = Block().eval()
+    return replace(
+        workload(),
+        module=block,
+        call=lambda inputs, state: {"y": block(inputs["x"])},
+        make_inputs=lambda seed: {"x": torch.ones(2, WIDTH)},
+        make_state=lambda seed: {},
+    )
 
 
 def triton_launches() -> list[int]:
@@ -121,15 +133,7 @@ def test_the_trace_survives_its_file(tmp_path: Path) -> None:
 def test_what_is_not_proved_is_immovable_and_may_touch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a proof a launch stays where it is, with the reason."""
     monkeypatch.setattr("tessera.capture.recorder.triton_accesses", lambda *_: ((), "no proof"))
-    block = Block().eval()
-    small = replace(
-        workload(),
-        module=block,
-        call=lambda inputs, state: {"y": block(inputs["x"])},
-        make_inputs=lambda seed: {"x": torch.ones(2, WIDTH)},
-        make_state=lambda seed: {},
-    )
-    made = record_inductor_offline(small)
+    made = record_inductor_offline(small())
     launches = [x for x in made.launches if made.kernels[x.kernel].origin is Origin.TRITON]
 
     assert launches
@@ -144,8 +148,9 @@ def test_the_make_believe_ends() -> None:
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-    trace.__wrapped__()
+    made = record_inductor_offline(small())
 
+    assert Origin.TRITON in {kernel.origin for kernel in made.kernels}
     assert "tessera" not in CachingAutotuner.run.__module__
     assert not PyCodeCache.modules_no_attr, "kernels without handles"
     assert not CompiledTritonKernels._cache

@@ -43,10 +43,11 @@ def kind_of(pair: tuple[str, str]) -> tuple[str, str]:
     return str(METHODS[method][0].get("quant_method")), family
 
 
-# Other sizes of groups, halves of mixed ones, and families whose layers are those of these.
+# Other sizes of groups, parts of mixed ones, and families whose layers are those of these.
 LIKE_OTHERS = [
-    *((method, "llama") for method in ("gptq-64", "gptq-64-ordered", "int4", "fp8-rows")),
-    ("fp8-blocks", "qwen3"), ("gptq", "qwen3_moe"), ("gptq", "falcon"),
+    *((method, "llama") for method in ("gptq", "gptq-8", "gptq-64", "gptq-64-ordered", "int4", "fp8-rows")),
+    ("gptq-ordered", "llama"), ("fp8-blocks", "llama"), ("fp8-blocks", "qwen3"),
+    ("gptq", "qwen3_moe"), ("gptq", "falcon"),
 ]  # fmt: skip
 # Dense layers, and both ways to write experts; the rest goes the same ways.
 KINDS = some_of(

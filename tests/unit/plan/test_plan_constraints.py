@@ -15,6 +15,7 @@ from plan_factories import (
     make_unit,
     random_case,
 )
+from sampling import some_of
 from tessera import ir
 from tessera.errors import PlanInfeasible, TesseraError, UnknownName
 from tessera.plan import Constraint, PlanConfig, parse_constraint, solve
@@ -174,7 +175,7 @@ def brute(problem: Problem, prices: Prices) -> float:
 
 
 @pytest.mark.parametrize("devices", [2, 3])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", some_of(range(5), range(2)))
 def test_pricing_keeps_wishes_and_its_bound_holds(seed: int, devices: int) -> None:
     """The cheapest allowed placement: found exactly for two devices, never above its bound for more."""
     case = random_case(seed, num=4, devices=devices)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from plan_factories import chain, layered_case, make_cluster, make_costs, make_unit, priced, random_case
+from sampling import some_of
 from tessera import ir
 from tessera.plan import PlanConfig, solve
 from tessera.plan.config import SearchConfig
@@ -28,7 +29,7 @@ def cheapest(problem: Problem, prices: Prices) -> float:
     return min(priced(problem, prices, np.array(labels)) for labels in every)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", some_of(range(8), range(3)))
 def test_three_devices_are_priced_exactly(seed: int) -> None:
     """On narrow graphs elimination finds the cheapest placement, and its bound is that cost."""
     problem = build(*random_case(seed, num=3, devices=3))
@@ -41,7 +42,7 @@ def test_three_devices_are_priced_exactly(seed: int) -> None:
     assert bound == pytest.approx(best)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", some_of(range(8), range(3)))
 def test_split_buckets_still_give_a_bound(seed: int) -> None:
     """With tables too small for the graph the bound is at most the cheapest cost, and not absurdly low."""
     problem = build(*random_case(seed, num=4, devices=3))
@@ -93,7 +94,7 @@ def test_twice_the_devices_give_twice_the_rate() -> None:
     assert two.mix.rate_per_s == pytest.approx(two.bound_per_s, rel=1e-3)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", some_of(range(4), range(3)))
 def test_a_mix_is_never_below_the_best_single_placement(seed: int) -> None:
     """The mixed-integer program's placement is one column of many."""
     case = random_case(seed, num=5, devices=2)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from plan_factories import Draft, chain, layered_case, make_cluster, make_costs, make_unit, random_case
+from sampling import some_of
 from tessera.plan.config import FULL
 from tessera.plan.latency import Fastest, RequestTimer, solve
 from tessera.plan.problem import Problem, build
@@ -24,7 +25,7 @@ def brute_us(problem: Problem) -> float:
 
 
 @pytest.mark.parametrize("devices", [2, 3])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", some_of(range(6), range(3)))
 def test_chain_is_exact(seed: int, devices: int) -> None:
     """On a chain the placement found is the fastest of all, and the bound proves it."""
     rng = np.random.default_rng(seed)

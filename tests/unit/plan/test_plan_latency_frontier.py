@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from plan_factories import Draft, Named, chain, layered_case, make_cluster, make_costs, make_unit
+from sampling import some_of
 from tessera.plan.config import FULL
 from tessera.plan.latency import (
     NEVER_US,
@@ -51,7 +52,7 @@ def brute_us(problem: Problem, step: int = 0) -> float:
 
 
 @pytest.mark.parametrize("devices", [2, 3])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", some_of(range(12), range(4)))
 def test_wide_front_is_exact(seed: int, devices: int) -> None:
     """A front that is never narrowed finds the fastest placement and proves that it is."""
     problem = random_problem(seed, devices)
@@ -65,7 +66,7 @@ def test_wide_front_is_exact(seed: int, devices: int) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])
-@pytest.mark.parametrize("seed", range(12, 32))
+@pytest.mark.parametrize("seed", some_of(range(12, 32), range(12, 16)))
 def test_narrow_front_stays_sound(seed: int, width: int) -> None:
     """However narrow the front, the bound is not above the best and the placement not below it."""
     problem = random_problem(seed)
@@ -78,7 +79,7 @@ def test_narrow_front_stays_sound(seed: int, width: int) -> None:
     assert best <= found[1] * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", some_of(range(8), range(4)))
 def test_found_time_is_the_clocks(seed: int) -> None:
     """The end that the front gives its placement is what the clock measures, and groups stay together."""
     problem = random_problem(seed)
@@ -145,7 +146,7 @@ def moving_problem(seed: int, steps: int) -> Problem:
 
 
 @pytest.mark.parametrize("steps", [2, 3])
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", some_of(range(15), range(4)))
 def test_bound_holds_for_steps_joined_by_state(seed: int, steps: int) -> None:
     """With several steps and state that moves between them the bound is still below every placement."""
     problem = moving_problem(seed, steps)

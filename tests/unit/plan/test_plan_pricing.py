@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from plan_factories import Draft, chain, make_cluster, make_costs, make_unit, priced, random_case
+from sampling import some_of
 from tessera.plan.pricing.pricer import Pricer, Prices, cut
 from tessera.plan.pricing.throughput import maximised
 from tessera.plan.problem import Problem, build
@@ -23,7 +24,7 @@ def brute(problem: Problem, prices: Prices) -> float:
     return min(priced(problem, prices, np.array(labels)) for labels in every)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", some_of(range(40), range(6)))
 def test_two_devices_are_priced_exactly(seed: int) -> None:
     """On two devices the cut's placement costs what the best of all placements costs, and proves it."""
     problem = build(*random_case(seed, num=5))
@@ -37,7 +38,7 @@ def test_two_devices_are_priced_exactly(seed: int) -> None:
 
 
 @pytest.mark.parametrize("devices", [2, 3])
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", some_of(range(10), range(4)))
 def test_resident_weights_are_priced_exactly(seed: int, devices: int) -> None:
     """A weight that several launches read is charged once per device that holds it."""
     rng = np.random.default_rng(seed)
@@ -55,7 +56,7 @@ def test_resident_weights_are_priced_exactly(seed: int, devices: int) -> None:
     assert best == pytest.approx(bound, rel=1e-6)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", some_of(range(8), range(4)))
 def test_tree_on_three_devices_is_priced_exactly(seed: int) -> None:
     """Where values form a forest, any number of devices is exact."""
     rng = np.random.default_rng(seed)
@@ -108,7 +109,7 @@ def test_capacity_far_above_the_flow_is_never_cut() -> None:
     assert 1.001 == pytest.approx(bound)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", some_of(range(8), range(4)))
 def test_a_small_program_has_the_optimum_and_the_prices_that_prove_it(seed: int) -> None:
     """Rates keep to every row, no column earns more than its prices, and both sum to the same figure."""
     rng = np.random.default_rng(seed)

@@ -49,7 +49,7 @@ def service() -> Iterator[Service]:
         yield made
 
 
-@settings(max_examples=examples(12, 6), deadline=None)
+@settings(max_examples=examples(12, 4), deadline=None)
 @given(st.integers(0, 10**6), SHAPES, st.integers(1, 20))
 def test_answers_do_not_depend_on_the_crowd(seed: int, shape: Shape, num: int) -> None:
     """Any mix of lengths, arrivals, samplings and stop strings gives what each ask gets alone."""
@@ -69,7 +69,7 @@ def test_answers_do_not_depend_on_the_crowd(seed: int, shape: Shape, num: int) -
     assert [expected(ask) for ask in asks] == found
 
 
-@settings(max_examples=examples(12, 6), deadline=None)
+@settings(max_examples=examples(12, 4), deadline=None)
 @given(st.integers(0, 10**6), SHAPES)
 def test_cancelled_requests_harm_nobody(seed: int, shape: Shape) -> None:
     """Half of the readers go away at some point; the others get what they get alone, all rows are free."""
@@ -93,7 +93,7 @@ def test_cancelled_requests_harm_nobody(seed: int, shape: Shape) -> None:
     assert 0 == last.running + last.waiting
 
 
-@settings(max_examples=examples(20, 10), deadline=None)
+@settings(max_examples=examples(20, 6), deadline=None)
 @given(
     st.integers(0, 10**6),
     st.integers(1, 60),

@@ -307,7 +307,7 @@ def test_cancelled_requests_leave_nothing_behind(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("role", ROLES)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", some_of(range(3), range(1)))
 def test_nobody_waits_forever_with_few_pages(role: Role, seed: int) -> None:
     """Requests that come one after the other, with pages for hardly more than one sequence."""
     shape, chance = replace(SHAPE, pool_tokens=PAGE * 5), random.Random(seed)
