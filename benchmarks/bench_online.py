@@ -36,7 +36,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from benchmarks.row_service.metrics import capabilities, capacity_per_s, measured
+from benchmarks.row_service.metrics import capabilities, capacity_per_s, measured, poisson
 from benchmarks.row_service.replan import replan
 from benchmarks.row_service.server import SimulatedServer
 from benchmarks.row_service.study import AdaptiveServer, Scenario, adapt, compare, known_of, replanner
@@ -47,7 +47,7 @@ from tessera.adapt.capability import Capability
 from tessera.adapt.drift import scaled_costs
 from tessera.adapt.monitor import DEFAULT, Monitor, MonitorConfig
 from tessera.ir import Arrivals, Objective, Plan, Step
-from tessera.simulate.arrivals import make_arrivals, poisson
+from tessera.simulate.arrivals import make_arrivals
 from tessera.simulate.stepper import Truth
 
 LENGTHS = "geometric:512,200"

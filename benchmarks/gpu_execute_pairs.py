@@ -22,11 +22,12 @@ from tessera.execute.cuda.pace import TimeScale, choose_scale
 from tessera.execute.link_times import time_transfers
 from tessera.execute.offline import RunResult, run_offline
 from tessera.execute.processes import FORKSERVER
-from tessera.execute.reference import InOrder, same_bits
+from tessera.execute.reference import InOrder
 from tessera.execute.stepper import SpanLog
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import ReferenceRun, make_plan, run_reference
 from tessera.ir import Cluster, Costs, Device, Link, Objective, Plan, Timeline, load, save
+from tessera.kernels.tensors import same_bits
 from tessera.plan import PlanConfig
 from tessera.profile import make_cluster, parse_devices
 from tessera.profile.measured import combine

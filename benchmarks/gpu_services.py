@@ -144,13 +144,13 @@ def arrived(
     from benchmarks.gpu_serve_load import arrive, quantiles_ms
 
     from tessera.serve.rehearse import play
-    from tessera.simulate.arrivals import lengths_of, poisson
+    from tessera.simulate.arrivals import lengths_of, make_arrivals
 
     assert plan.expected is not None, "it was rehearsed"
     rate = share * plan.expected.tokens_per_s / plan.load.output_tokens
     num = max(8, round(rate * args.seconds / scale))
     prompts, outputs = zip(*lengths_of(plan.load, num, seed=1), strict=True)
-    stream = replace(poisson(rate, num), prompts=prompts, outputs=outputs)
+    stream = replace(make_arrivals(f"poisson:{rate}", num), prompts=prompts, outputs=outputs)
     tally, seconds = arrive(service, stream, scale)
     virtual = play([plan], stream).expected
     tokens_per_s = sum(n for _, n in tally.came) / seconds * scale

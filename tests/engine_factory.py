@@ -11,9 +11,9 @@ from factories import make_cluster, make_plan
 from models import random_placement
 from tessera.capture import Workload, record
 from tessera.execute.offline import RunResult
-from tessera.execute.reference import same_bits
 from tessera.flow import ReferenceRun, UnitRequest, make_unit, run_reference
 from tessera.ir import Plan, Step, WorkUnit
+from tessera.kernels.tensors import same_bits
 
 WIDTH, COUNTS = 16, (1, 3)
 

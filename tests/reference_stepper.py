@@ -12,7 +12,6 @@ from typing import Any
 
 from tessera.errors import TesseraError
 from tessera.execute.lanes import Lanes, LoadedLane
-from tessera.execute.memory import flat_bytes
 from tessera.execute.stepper import (
     DeviceStatus,
     DeviceUse,
@@ -26,6 +25,7 @@ from tessera.execute.stepper import (
 )
 from tessera.ir import Plan
 from tessera.kernels import BY_ROW, is_paged
+from tessera.kernels.tensors import flat_bytes
 
 # (step, inputs, the state that it changes) -> outputs.
 Run = Callable[[int, Tensors, dict[str, Any]], Tensors]

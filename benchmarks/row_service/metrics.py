@@ -24,7 +24,7 @@ from tessera.adapt.capability import Capability, Point, crossing_per_s
 from tessera.errors import ArrivalsError, UnknownName
 from tessera.ir import Arrivals, Clock, Cluster, Decision, Plan
 from tessera.plan.search.objectives import IDLE_SHARE
-from tessera.simulate.arrivals import poisson
+from tessera.simulate.arrivals import make_arrivals
 from tessera.simulate.columns import Wires
 from tessera.simulate.stepper import Truth
 
@@ -248,6 +248,10 @@ def capacity_per_s(plan: Plan, requests: RequestLoad, truth: Truth | None = None
     # While requests waited: from the first completion until the last one was seated.
     first, last = house(plan, requests) // 2, num - house(plan, requests)
     return float((last - first) / (done[last] - done[first])) if done[last] > done[first] else float("inf")
+
+
+def poisson(rate_per_s: float, num: int, seed: int = 0) -> Arrivals:
+    return make_arrivals(f"poisson:{rate_per_s!r}", num, seed)
 
 
 def point(plan: Plan, requests: RequestLoad, rate_per_s: float, seed: int) -> Point:

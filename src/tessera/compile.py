@@ -40,10 +40,10 @@ from tessera.capture.record import VARYING
 from tessera.errors import CaptureError, MismatchError, RuleBroken, TesseraError, UnknownName, check_known
 from tessera.execute.memory import is_allocation
 from tessera.execute.offline import RunResult, run_offline
-from tessera.execute.reference import same_bits
 from tessera.execute.timing import threads
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import BufferKind, Cluster, Objective, Origin, Plan, Trace
+from tessera.kernels.tensors import same_bits
 from tessera.plan import PLANNERS, PlanConfig, search_config
 from tessera.profile import make_cluster, parse_devices
 

@@ -27,11 +27,12 @@ from tessera.execute.cuda.measure import measure, whole_plan
 from tessera.execute.lower import lower
 from tessera.execute.offline import RunResult, run_offline
 from tessera.execute.processes import FORKSERVER
-from tessera.execute.reference import InOrder, same_bits
+from tessera.execute.reference import InOrder
 from tessera.execute.stepper import SpanLog
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import UnitRequest, make_unit
 from tessera.ir import Cluster, Cost, Costs, Lane, Objective, Placement, Plan, Source, Step, WorkUnit
+from tessera.kernels.tensors import same_bits
 from tessera.profile import make_cluster, parse_devices
 
 pytestmark = [

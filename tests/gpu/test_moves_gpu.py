@@ -18,7 +18,7 @@ from tessera.execute import driver
 from tessera.execute.cuda.direct import MPS_PIPE
 from tessera.execute.lanes import Lanes
 from tessera.execute.processes import FORKSERVER
-from tessera.execute.reference import InOrder, same_bits
+from tessera.execute.reference import InOrder
 from tessera.execute.stepper import (
     DeviceBack,
     DeviceLost,
@@ -32,6 +32,7 @@ from tessera.execute.stepper import (
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Plan
 from tessera.kernels import NEWEST, PAGE
+from tessera.kernels.tensors import same_bits
 from tessera.profile import make_cluster, parse_devices
 
 pytestmark = [

@@ -16,7 +16,7 @@ plain value in an argument, resizing an argument, changing a tensor held by a cl
 optimiser's settings on the host.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,13 +30,14 @@ from tessera.capture import blocks, rng
 from tessera.capture.blocks import BlockPart, MemoryBlock
 from tessera.capture.fxgraph import GraphStep
 from tessera.capture.holders import Before, Finder, Held, PyState, PyValue, line_that_changes, root, seen
-from tessera.capture.operators import check_resolved, check_tensor, flat_bytes, is_lazy
+from tessera.capture.operators import check_resolved, check_tensor, is_lazy
 from tessera.capture.own import standing_for
 from tessera.capture.reads import recording, traced
 from tessera.capture.recorder import Watch
 from tessera.capture.workload import Tensors, Workload, fresh_tensor
 from tessera.errors import CaptureError, MismatchError
-from tessera.ir import Step
+from tessera.ir import Region, Step
+from tessera.kernels.tensors import flat_bytes
 
 # Tensors that a thread's recording has put where a module holds others.
 exchanged_for = WeakTensorKeyDictionary()
@@ -137,13 +138,15 @@ class FunctionCall:
                 remedy = "Run one training step before the capture, and give the step zero_grad()."
                 raise CaptureError(f"the call creates '{name}'", remedy)
             old, new = before.get(name), after.get(name)
-            is_tensor = isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor)
-            is_set_up = is_tensor and name not in {**before, **given} and not varies(new)
-            if (old is not new if is_tensor else old != new) and not is_set_up and name not in unread:
-                remedy = "Keep it in a tensor that is changed in place (copy_, index_copy_) by every call."
-                line = self._line_that_replaces(name, arguments)
-                message = f"the call replaces {'the tensor ' if is_tensor else ''}'{name}'"
-                raise CaptureError(message, remedy, line)
+            is_added = name not in before and name not in given
+            is_constant = is_added and isinstance(new, torch.Tensor) and not varies(new)
+            if _is_other(old, new) and name not in unread and not is_constant:
+                raise self._replaced(name, _is_tensor(old, new), arguments)
+
+    def _replaced(self, name: str, is_tensor: bool, arguments: Any) -> CaptureError:
+        remedy = "Keep it in a tensor that is changed in place (copy_, index_copy_) by every call."
+        message = f"the call replaces {'the tensor ' if is_tensor else ''}'{name}'"
+        return CaptureError(message, remedy, self._line_that_replaces(name, arguments))
 
     def _check_memory(self, tensors: list[torch.Tensor], keys: Mapping[str, int]) -> None:
         for name, block in self.blocks.items():
@@ -164,22 +167,30 @@ class FunctionCall:
         self._inputs, self.changed, self._weights = (dict[str, MemoryBlock]() for _ in range(3))
         touched = watch.touched
         for name, block in self.blocks.items():
-            is_argument = self._is_argument(block)
-            held = [self._holder(n) for n, _ in block.parts if n not in self._leaves]
-            fixed = [h for h in held if h is not None and h.holder is None]
-            if fixed and (name in watch.saved or (is_argument and name in touched)):
-                message = f"'{fixed[0].name}' is changed or an argument, but only a closure or tuple holds it"
-                remedy = "Pass it as an argument, or register it on its module with register_buffer."
-                raise CaptureError(message, remedy)
-            if name in watch.saved:
+            is_changed, is_argument = name in watch.saved, self._is_argument(block)
+            if is_changed or (is_argument and name in touched):
+                self._check_exchangeable(block)
+            if is_changed or is_argument:
+                self._check_inside(name, block, touched.get(name, ()))
+            if is_changed:
                 self.changed[name] = block
             elif is_argument:
                 self._inputs[name] = block
             elif name in touched:
                 self._weights[name] = block
-            beside = (r for r in touched.get(name, ()) if r.start < block.start or r.stop > block.stop)
-            if name not in self._weights and next(beside, None) is not None:
-                raise CaptureError(f"the call uses memory beside '{name}'", "Pass the larger tensor as well.")
+
+    def _check_inside(self, name: str, block: MemoryBlock, touched: Iterable[Region]) -> None:
+        if any(region.start < block.start or region.stop > block.stop for region in touched):
+            raise CaptureError(f"the call uses memory beside '{name}'", "Pass the larger tensor as well.")
+
+    def _check_exchangeable(self, block: MemoryBlock) -> None:
+        """Each request has another tensor in its place."""
+        held = [self._holder(n) for n, _ in block.parts if n not in self._leaves]
+        fixed = next((h for h in held if h is not None and h.holder is None), None)
+        if fixed is not None:
+            message = f"'{fixed.name}' is changed or an argument, but only a closure or tuple holds it"
+            remedy = "Pass it as an argument, or register it on its module with register_buffer."
+            raise CaptureError(message, remedy)
 
     @contextmanager
     def mode(self) -> Iterator[None]:
@@ -346,6 +357,14 @@ def _alike(leaf: Any, fixed: Any) -> bool:
     kinds = torch.Tensor | bool | int | float | complex | str | bytes | torch.dtype | torch.device
     is_open = type(leaf) is type(fixed) and isinstance(fixed, kinds)
     return leaf is fixed or (is_open and (isinstance(fixed, torch.Tensor) or bool(leaf == fixed)))
+
+
+def _is_tensor(*values: Any) -> bool:
+    return any(isinstance(value, torch.Tensor) for value in values)
+
+
+def _is_other(old: Any, new: Any) -> bool:
+    return old is not new if _is_tensor(old, new) else bool(old != new)
 
 
 def _seen(named: list[tuple[str, Any]]) -> dict[str, Any]:

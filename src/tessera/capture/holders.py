@@ -127,16 +127,23 @@ class Finder:
         self._look_at_grad(name, tensor)
 
     def _look_module(self, name: str, module: torch.nn.Module) -> None:
+        """Its tensors, then those in its lists and dicts."""
         root, first = name.replace(".", "_"), len(self.tensors)
         self.modules[root] = module
-        found = [(_join(root, path), part) for path, part in module.named_modules()]
-        self._seen |= {id(part): part for _, part in found}
-        for kind, (where, part) in itertools.product((torch.Tensor, list | tuple | dict), found):
-            for holder in (vars(part), part._parameters, part._buffers):
-                for key, value in list(holder.items()):
-                    if key not in _TORCHS and isinstance(value, kind):
+        parts = [(_join(root, path), part) for path, part in module.named_modules()]
+        self._seen |= {id(part): part for _, part in parts}
+        for kind in (torch.Tensor, list | tuple | dict):
+            for where, part in parts:
+                for key, value, holder in _attributes(part):
+                    if isinstance(value, kind):
                         self._look(_join(where, key), value, holder, key, 1)
         self._in_modules.update(range(first, len(self.tensors)))
+
+
+def _attributes(module: torch.nn.Module) -> list[tuple[str, Any, dict[str, Any]]]:
+    """Names, values and holders, without torch's own."""
+    holders: Sequence[dict[str, Any]] = (vars(module), module._parameters, module._buffers)
+    return [(key, value, held) for held in holders for key, value in held.items() if key not in _TORCHS]
 
 
 def _join(one: str, other: str) -> str:

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from tessera.capture.blocks import raw
 from tessera.errors import CaptureError
 from tessera.ir import Access, Arg, Buffer, BufferKind, Launch, Region, Symbol, View, arg_views, region
+from tessera.kernels.tensors import same_bits
 
 # Larger constants are refused.
 MAX_CONSTANT_BYTES = 1 << 16
@@ -316,15 +317,10 @@ def check_tensor(tensor: torch.Tensor, name: str = "a value") -> None:
         fail(message, "Pass its parts, as to_local() of a DTensor, or make it a parameter of a module.")
 
 
-def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Row-major. Contiguous tensors of one element may have any stride."""
-    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
 def have_same_bits(one: Any, other: Any) -> bool:
     if not isinstance(one, torch.Tensor):
         return bool(one == other)
-    return one.shape == other.shape and torch.equal(flat_bytes(one), flat_bytes(other))
+    return one.shape == other.shape and same_bits(one, other)
 
 
 def check_declared(func: Any, given: tuple[Any, Any], tried: tuple[Any, Any]) -> None:

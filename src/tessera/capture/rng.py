@@ -19,6 +19,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from tessera.capture.operators import argument_of, fail
 from tessera.ir import GENERATOR
+from tessera.kernels.tensors import default_generator
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -49,12 +50,12 @@ def size_of(name: str) -> int:
 
 def state_now(name: str) -> torch.Tensor:
     with no_dispatch():
-        return _generator(name).get_state().clone()
+        return default_generator(name).get_state().clone()
 
 
 def set_state(name: str, state: torch.Tensor) -> None:
     with no_dispatch():
-        _generator(name).set_state(state.detach().reshape(-1).view(torch.uint8).cpu())
+        default_generator(name).set_state(state.detach().reshape(-1).view(torch.uint8).cpu())
 
 
 def seeded_state(name: str, seed: int) -> torch.Tensor:
@@ -117,11 +118,3 @@ class Draws:
 
 def _device(name: str) -> torch.device:
     return torch.device(name.removeprefix(GENERATOR))
-
-
-def _generator(name: str) -> torch.Generator:
-    device = _device(name)
-    if device.type == "cpu":
-        return torch.default_generator
-    torch.cuda.init()
-    return torch.cuda.default_generators[device.index or 0]

@@ -223,7 +223,7 @@ def _report(plans: Sequence[Plan], place: str, ran: Ran, trace: Path | None) -> 
 
 def is_equal(reference: "ReferenceRun", result: "RunResult") -> bool:
     """True iff every output of every run and the final state hold the same bytes."""
-    from tessera.execute.reference import same_bits
+    from tessera.kernels.tensors import same_bits
 
     outputs = len(reference.outputs) == len(result.outputs) and all(
         same_bits(one[name].cpu(), other[name])

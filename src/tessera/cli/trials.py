@@ -19,6 +19,7 @@ from tessera.errors import WorkerError
 from tessera.execute.reference import GARBAGE_ERRORS, Replay, Replayed, differing, differing_buffers
 from tessera.flow import workload_of
 from tessera.ir import Edge, Graph, Hazard
+from tessera.ir.graph import ancestors
 
 Pair = tuple[int, int]
 
@@ -72,8 +73,8 @@ def edge_classes(direct: Sequence[Edge], num_launches: int) -> tuple[EdgeClass, 
     for hazard in Hazard:
         pairs = tuple(dict.fromkeys((e.src, e.dst) for e in direct if e.hazard is hazard))
         others = tuple(dict.fromkeys((e.src, e.dst) for e in direct if e.hazard is not hazard))
-        ancestors = _ancestors(others, num_launches)
-        open_pairs = tuple((src, dst) for src, dst in pairs if not ancestors[dst] >> src & 1)
+        above = ancestors(num_launches, others)
+        open_pairs = tuple((src, dst) for src, dst in pairs if not above[dst] >> src & 1)
         classes.append(EdgeClass(hazard, pairs, others, open_pairs))
     return tuple(classes)
 
@@ -84,19 +85,6 @@ def order_without(
     """A pair of this class, and an order that reverses it and keeps the other classes."""
     src, dst = rng.choice(edges.open)
     return (src, dst), legal_order(num_launches, [*edges.others, (dst, src)], rng, number)
-
-
-def _ancestors(pairs: Iterable[Pair], num_launches: int) -> list[int]:
-    sources: list[list[int]] = [[] for _ in range(num_launches)]
-    for src, dst in pairs:
-        sources[dst].append(src)
-    above: list[int] = []
-    for listed in sources:
-        reach = 0
-        for src in listed:
-            reach |= above[src] | 1 << src
-        above.append(reach)
-    return above
 
 
 Tensors = Mapping[str, torch.Tensor]

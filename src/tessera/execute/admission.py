@@ -92,14 +92,11 @@ class StepCost:
 
 
 def costs_of(lane: LoadedLane) -> tuple[StepCost, ...]:
-    names = lane.plan.cluster.names
-    steps: list[StepCost] = []
+    """Without costs no step counts as late."""
+    plan, names, steps = lane.plan, lane.plan.cluster.names, list[StepCost]()
     for step, place in enumerate(lane.lane.placement.devices):
-        busy_us = dict.fromkeys(place, 0.0)
-        for launch, device in enumerate(place if lane.plan.costs else ()):  # else no step counts as late
-            busy_us[device] += lane.plan.costs[step].us(launch, device)
-        busiest_us = max(busy_us.values(), default=0.0)
-        steps.append(StepCost(frozenset(names[device] for device in busy_us), busiest_us * 1e-6))
+        busiest_us = max(plan.costs[step].busy_us(place)) if plan.costs else 0.0
+        steps.append(StepCost(frozenset(names[device] for device in place), busiest_us * 1e-6))
     return tuple(steps)
 
 

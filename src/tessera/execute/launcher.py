@@ -18,9 +18,10 @@ import torch
 
 from tessera.errors import WorkerError
 from tessera.execute.memory import Memory, Storage, tensor_of
-from tessera.ir import GENERATOR, Arg, Launch, Origin, Symbol, Trace, View
+from tessera.ir import Arg, Launch, Origin, Symbol, Trace, View
 from tessera.kernels import MODULES
 from tessera.kernels.launch import run_kernel
+from tessera.kernels.tensors import default_generator
 
 
 class Launcher:
@@ -210,7 +211,7 @@ def generator_buffer(trace: Trace, launch: Launch) -> int | None:
 
 @contextmanager
 def drawing(name: str, state: Storage) -> Iterator[None]:
-    generator = _generator(name)
+    generator = default_generator(name)
     before = generator.get_state().clone()
     flat = torch.empty(0, dtype=torch.uint8, device=state.device).set_(state)
     generator.set_state(flat.cpu().clone())
@@ -219,14 +220,3 @@ def drawing(name: str, state: Storage) -> Iterator[None]:
         flat.copy_(generator.get_state())
     finally:
         generator.set_state(before)
-
-
-def _generator(name: str) -> torch.Generator:
-    device = torch.device(name.removeprefix(GENERATOR))
-    if device.type == "cpu":
-        return torch.default_generator
-    if not torch.cuda.is_available():
-        message = f"the step draws from {name}, but this machine has no CUDA device"
-        raise WorkerError(message, "Capture it with --device cpu.")
-    torch.cuda.init()
-    return torch.cuda.default_generators[device.index or 0]

@@ -286,39 +286,43 @@ class _Checker:
         self._fetched: list[deque[int]] = [deque() for _ in program.instructions]
 
     def check(self) -> None:
-        ran = {i.launch for column in self._program.instructions for i in column if isinstance(i, ir.Run)}
-        missing = sorted(set(range(len(self._graph.trace.launches))) - ran)
-        if ran and missing:
-            name = self._graph.trace.kernel_of(missing[0]).name
-            raise self._broken("every launch runs once", 0, f"launch {missing[0]} ({name}) does not run")
+        self._check_all_run()
         num_run = [0] * len(self._program.instructions)
         for device, instruction in in_order(self._program):
             num_run[device] += 1
-            held = self._held[device]
-            match instruction:
-                case ir.Run():
-                    self._check_run(device, instruction)
-                case ir.Free(buffer):
-                    held[buffer] = FREED
-                case ir.Fetch(launch):
-                    self._fetched[device].append(launch)
-                    if len(self._fetched[device]) > ir.SLOTS:
-                        rule = "a place has been used when the next weights come"
-                        raise self._broken(rule, device, self._words(instruction))
-                case ir.Recv(number):
-                    transfer = self._program.transfers[number]
-                    self._check_not_freed(device, instruction, transfer.buffer)
-                    held[transfer.buffer] = transfer.value
-                case ir.Send(number):
-                    transfer = self._program.transfers[number]
-                    if held.get(transfer.buffer) != transfer.value:
-                        rule = "every transfer finds the version it moves on its sender"
-                        raise self._broken(rule, device, self._words(instruction))
+            self._check_instruction(device, instruction)
         for device, column in enumerate(self._program.instructions):
             if num_run[device] < len(column):
                 what = self._words(column[num_run[device]])
                 raise self._broken("no circular wait", device, f"{what} never comes")
         self._check_end()
+
+    def _check_all_run(self) -> None:
+        ran = {i.launch for column in self._program.instructions for i in column if isinstance(i, ir.Run)}
+        missing = sorted(set(range(len(self._graph.trace.launches))) - ran)
+        if ran and missing:
+            name = self._graph.trace.kernel_of(missing[0]).name
+            raise self._broken("every launch runs once", 0, f"launch {missing[0]} ({name}) does not run")
+
+    def _check_instruction(self, device: int, instruction: ir.Instruction) -> None:
+        held, fetched, transfers = self._held[device], self._fetched[device], self._program.transfers
+        match instruction:
+            case ir.Run():
+                self._check_run(device, instruction)
+            case ir.Free(buffer):
+                held[buffer] = FREED
+            case ir.Fetch(launch):
+                fetched.append(launch)
+                if len(fetched) > ir.SLOTS:
+                    rule = "a place has been used when the next weights come"
+                    raise self._broken(rule, device, self._words(instruction))
+            case ir.Recv(number):
+                self._check_not_freed(device, instruction, transfers[number].buffer)
+                held[transfers[number].buffer] = transfers[number].value
+            case ir.Send(number):
+                if held.get(transfers[number].buffer) != transfers[number].value:
+                    rule = "every transfer finds the version it moves on its sender"
+                    raise self._broken(rule, device, self._words(instruction))
 
     def _check_run(self, device: int, run: ir.Run) -> None:
         trace, values, held = self._graph.trace, self._graph.values, self._held[device]

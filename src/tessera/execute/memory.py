@@ -29,6 +29,7 @@ from tessera.execute.schedule import until_wait
 from tessera.ir import units
 from tessera.kernels import BY_ROW, is_paged
 from tessera.kernels.choice import LATE_INPUTS
+from tessera.kernels.tensors import flat_bytes as flat_bytes  # noqa: PLC0414 - for execute.cuda
 
 # programs[lane][index]
 Programs = Sequence[Sequence[ir.Program]]
@@ -250,11 +251,6 @@ def tensor_of(storage: Storage, view: ir.View) -> torch.Tensor:
 def bytes_of(storage: Storage, start: int, stop: int) -> torch.Tensor:
     empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return empty.set_(storage, start, (stop - start,), (1,))
-
-
-def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Row-major; shares memory if contiguous. Contiguous tensors of one element may have any stride."""
-    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def allocate(size_bytes: int) -> Storage:

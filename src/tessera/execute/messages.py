@@ -28,8 +28,9 @@ from msgspec import Meta
 
 from tessera.errors import MismatchError, RuleBroken, TesseraError, WorkerError
 from tessera.execute.lanes import Lanes
-from tessera.execute.memory import copied, flat_bytes, part_of, sharing, whole_of
+from tessera.execute.memory import copied, part_of, sharing, whole_of
 from tessera.ir import BufferKind, Cluster, Program, Trace, units, verify
+from tessera.kernels.tensors import flat_bytes
 
 # Rank of a worker that takes any free device.
 ANY_RANK = -1

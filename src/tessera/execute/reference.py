@@ -11,30 +11,26 @@ Unwritten memory, also that of `empty`, holds a fixed pattern, so a launch that 
 result or raises. Not handled: launches that are not operators, or that this machine's CPU cannot run.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tessera.errors import TesseraError, WorkerError
+from tessera.errors import TesseraError, WorkerError, first_line
 from tessera.execute.launcher import Launcher
 from tessera.execute.memory import (
     Memory,
     Storage,
     bind_storages,
     bytes_of,
-    flat_bytes,
     fresh,
     is_allocation,
     tensor_of,
 )
 from tessera.execute.stepper import Tensors
-from tessera.execute.timing import first_line
 from tessera.ir import BufferKind, Trace, Value
-
-# (step, inputs, the state that it changes) -> outputs.
-Run = Callable[[int, Tensors, dict[str, Any]], Tensors]
+from tessera.kernels.tensors import same_bits
 
 CPU = torch.device("cpu")
 # 3.4e38 as a float or bfloat16, NaN as a half, 9.2e18 as a long.
@@ -142,12 +138,6 @@ def differing(reference: Replayed, other: Replayed) -> list[str]:
 
 def differing_buffers(reference: Replayed, other: Replayed) -> set[int]:
     return {b for b, t in reference.memory.items() if not torch.equal(t, other.memory[b])}
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """A NaN equals itself."""
-    one, other = flat_bytes(a), flat_bytes(b)
-    return one.numel() == other.numel() and bool(torch.equal(one, other))
 
 
 class _SharedMemory(Memory):

@@ -32,6 +32,7 @@ from pathlib import Path
 import torch
 
 from tessera.errors import CannotTime, TesseraError
+from tessera.errors import first_line as first_line  # noqa: PLC0414 - for execute.cuda
 from tessera.execute.driver import LOOK_S
 from tessera.execute.launcher import Launcher, generator_buffer
 from tessera.execute.memory import Memory, Storage, bind_storages, fresh
@@ -79,10 +80,6 @@ def threads(num: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def repeat(sample: Callable[[], Sequence[float]], enough: Enough) -> list[float]:

@@ -10,9 +10,9 @@ step's sizes, and recordings that differ otherwise are refused. Interpolated tra
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, reduce
 from math import lcm
-from operator import mul
+from operator import mul, or_
 from typing import Any
 
 import msgspec
@@ -39,6 +39,17 @@ def joined(num: int, sets: Iterable[Sequence[int]]) -> list[int]:
         for other in members[1:]:
             parent[find(other)] = find(members[0])
     return [find(x) for x in range(num)]
+
+
+def ancestors(num: int, pairs: Iterable[tuple[int, int]]) -> list[int]:
+    """Number -> bits of all smaller ones that pairs (smaller, larger) lead from."""
+    sources: list[list[int]] = [[] for _ in range(num)]
+    for src, dst in pairs:
+        sources[dst].append(src)
+    above: list[int] = []
+    for listed in sources:
+        above.append(reduce(or_, (above[src] | 1 << src for src in listed), 0))
+    return above
 
 
 class Hazard(StrEnum):

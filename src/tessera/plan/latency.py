@@ -26,6 +26,7 @@ from functools import cache, cached_property
 import numpy as np
 
 from tessera import ir
+from tessera.ir.graph import ancestors
 from tessera.plan.arrays import Bools, Floats, Ints, Labels, Transit, transits_of
 from tessera.plan.config import SearchConfig
 from tessera.plan.problem import Column, Problem
@@ -122,18 +123,11 @@ def _items(problem: Problem, step: int) -> list[list[Item]]:
     return items
 
 
-def _ancestors(items: Sequence[Sequence[Item]]) -> list[int]:
-    above = [0] * len(items)
-    for launch, values in enumerate(items):
-        inherited = above[launch] | 1 << launch
-        for item in values:
-            for reader in item.readers:
-                above[reader] |= inherited
-    return above
-
-
 def _moves(items: Sequence[Sequence[Item]]) -> Iterator[Move]:
-    num, above = len(items), _ancestors(items)
+    num = len(items)
+    above = ancestors(
+        num, ((n, reader) for n, values in enumerate(items) for x in values for reader in x.readers)
+    )
     # Common ancestors of all launches from each on.
     rest = [-1] * (num + 1)
     for launch in range(num - 2, -1, -1):

@@ -104,8 +104,6 @@ def solve(
 ) -> ir.Plan:
     """Where memory is short, fewer requests in flight are tried too."""
     most = config.microbatches
-    if most < 1:
-        raise PlanInfeasible(f"{most} requests in flight do no work", "Give at least one (--microbatches).")
     planner_named(config.planner)
     check_constraints(unit, config.constraints)
     task, objective = task_of(unit, costs, cluster, config, simulate), config.objective

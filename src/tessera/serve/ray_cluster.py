@@ -25,8 +25,8 @@ from tessera.ir import Device, DeviceKind
 if TYPE_CHECKING:
     from tessera.execute.worker_stepper import MakeHub
 
-# Start a cluster on this machine, or join a running one.
-LOCAL, RUNNING = "local", "auto"
+# Start a cluster on this machine.
+LOCAL = "local"
 # Ray gives workers a low priority (nice 15): they would wait for all else on the machine.
 OWN_CLUSTER: dict[str, Any] = {"include_dashboard": False, "_system_config": {"worker_niceness": 0}}
 # Ray's prefix of GPU types, and the amount a bundle requests.

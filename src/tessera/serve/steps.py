@@ -88,7 +88,6 @@ def served(
     microbatch. Steps are priced for sequences in the middle of an average answer.
     """
     microbatches, capacity, pool_tokens = spec.microbatches, spec.capacity, spec.pool_tokens
-    _check_counts(spec)
     if model in known_models() and model not in servable_models():
         raise UnknownName("model to serve", model, servable_models())
     place = place_of(model)
@@ -139,14 +138,6 @@ def smallest_step(place: str, spec: ServeSpec) -> Step:
         place, "tokens", 1, 1, spec.seed, 2 * PAGE, spec.random_weights, joined_products=spec.joined,
         adapters=tuple(folder for _, folder in spec.adapters),
     )  # fmt: skip
-
-
-def _check_counts(spec: ServeSpec) -> None:
-    limits = (spec.microbatches, spec.rows, spec.capacity, spec.max_batch_tokens, spec.pool_tokens)
-    if any(limit is not None and limit < 1 for limit in limits):
-        sizes = f"{spec.microbatches}, {spec.rows}, {spec.capacity} and {spec.max_batch_tokens}"
-        options = "--microbatches, --seqs, --max-model-len and --max-batch-tokens"
-        raise CaptureError(f"{options} must be at least 1, got {sizes}")
 
 
 def _rows(first: Workload, spec: ServeSpec, room: float, windows: Sequence[int], step: int) -> int:

@@ -11,7 +11,8 @@ import codecs
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -164,38 +165,45 @@ def overlap(text: str, stop: str) -> int:
     return 0
 
 
+class SpecialWords:
+    """Texts of special tokens, and the marks in their place while a template is rendered."""
+
+    def __init__(self, words: Iterable[str]) -> None:
+        longest_first = sorted({*words}, key=len, reverse=True)[:MAX_WORDS]
+        self._marks = {word: chr(ord(FIRST) + number) for number, word in enumerate(longest_first)}
+        self._words = {mark: word for word, mark in self._marks.items()}
+        self._pattern = _marked(longest_first)
+
+    def marked(self, value: Any) -> Any:
+        """Texts anywhere in the value with marks for words; a client's own marks are removed."""
+        if isinstance(value, str):
+            return self._pattern.sub(lambda match: self._marks.get(match.group(), UNSURE), value)
+        if isinstance(value, Mapping):
+            return {self.marked(key): self.marked(x) for key, x in value.items()}
+        return [self.marked(x) for x in value] if isinstance(value, list | tuple) else value
+
+    def word(self, mark: str) -> str:
+        return self._words.get(mark, UNSURE)
+
+
 class FolderText:
     def __init__(self, folder: Path, template: str = "") -> None:
-        try:
+        with _blamed(folder):
             tokenizer = _read(folder)
-            words = sorted({str(w) for w in tokenizer.all_special_tokens if w}, key=len, reverse=True)
-            named = {k: str(w) for k, w in tokenizer.special_tokens_map.items() if isinstance(w, str)}
             fast = getattr(tokenizer, "backend_tokenizer", None)
             self._tokenizer = SlowTokenizer(tokenizer) if fast is None else FastTokenizer(fast.to_str())
             self.end = _ends(folder, tokenizer)
             self._special = {*tokenizer.all_special_ids, *self._tokenizer.special}
             if self._tokenizer.size <= len(self._special):
                 raise ValueError("it has special tokens alone")
-            self._bytes: dict[int, bytes] = {}
-            sources = [template, template]
-            if not template and tokenizer.chat_template:
-                sources = [str(tokenizer.get_chat_template(tools=tools)) for tools in (None, [NO_VARIABLES])]
-        except TesseraError:
-            raise
-        except BaseException as error:  # untrusted files can make a library raise anything
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of Rust
-                raise
-            remedy = "Save it again with save_pretrained, as tokenizer.json."
-            message = f"its tokenizer cannot be read: {first_line(error)}"
-            raise ArtifactError(message, remedy, str(folder)) from error
+            self._words = SpecialWords(str(word) for word in tokenizer.all_special_tokens if word)
+            named = {k: str(w) for k, w in tokenizer.special_tokens_map.items() if isinstance(w, str)}
+            sources = [template, template] if template else _templates_of(tokenizer)
         templates = {source: ChatTemplate(source) for source in {*sources} if source}
         # Without and with tools.
         self._templates = [templates.get(source) for source in sources]
         self._variables = {"tools": None, "documents": None, GENERATES: True, **named}
-        # Longest first.
-        self._marks = {word: chr(ord(FIRST) + number) for number, word in enumerate(words[:MAX_WORDS])}
-        self._words_by_mark = {mark: word for word, mark in self._marks.items()}
-        self._marked = _marked(words[:MAX_WORDS])
+        self._bytes: dict[int, bytes] = {}
 
     def encode(self, text: str, most: int = NO_LIMIT, adds: bool = True) -> list[int]:
         return self._ids(text, adds=adds, plain=True, most=most)
@@ -207,25 +215,19 @@ class FolderText:
             remedy = "Use /v1/completions, or start the server with --chat-template."
             raise AskError("this model has no chat template", remedy, "messages")
         turns = [{**turn, "content": _shown(turn["content"])} for turn in messages]
-        conversation = {"messages": self._mark(turns), "tools": self._mark(tools) if tools else None}
-        text = template.render({**self._variables, **self._mark(variables), **conversation})
+        marked = self._words.marked
+        conversation = {"messages": marked(turns), "tools": marked(tools) if tools else None}
+        text = template.render({**self._variables, **marked(variables), **conversation})
         if variables.get(CONTINUES):
-            text = _open_end(text, self._mark(messages[-1]["content"].rpartition(MARK)[2]))
+            text = _open_end(text, marked(messages[-1]["content"].rpartition(MARK)[2]))
         tokens: list[int] = []
         for part in _parts(text):
             is_word = FIRST <= part <= LAST
-            word = self._words_by_mark.get(part, UNSURE) if is_word else part
+            word = self._words.word(part) if is_word else part
             tokens += self._ids(word, adds=False, plain=is_word, most=most)
             if len(tokens) > most:
                 break
         return tokens
-
-    def _mark(self, value: Any) -> Any:
-        if isinstance(value, str):
-            return self._marked.sub(lambda match: self._marks.get(match.group(), UNSURE), value)
-        if isinstance(value, Mapping):
-            return {self._mark(key): self._mark(x) for key, x in value.items()}
-        return [self._mark(x) for x in value] if isinstance(value, list | tuple) else value
 
     def _ids(self, text: str, adds: bool, plain: bool, most: int) -> list[int]:
         if not text and not adds:
@@ -355,6 +357,28 @@ class WindowReader:
 
 Reader = ByteReader | WindowReader
 Text = ByteText | FolderText
+
+
+@contextmanager
+def _blamed(folder: Path) -> Iterator[None]:
+    """Untrusted files can make a library raise anything."""
+    try:
+        yield
+    except TesseraError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of Rust
+            raise
+        remedy = "Save it again with save_pretrained, as tokenizer.json."
+        message = f"its tokenizer cannot be read: {first_line(error)}"
+        raise ArtifactError(message, remedy, str(folder)) from error
+
+
+def _templates_of(tokenizer: Any) -> list[str]:
+    """Without and with tools; empty: it has none."""
+    if not tokenizer.chat_template:
+        return ["", ""]
+    return [str(tokenizer.get_chat_template(tools=tools)) for tools in (None, [NO_VARIABLES])]
 
 
 def _read(folder: Path) -> Any:

@@ -11,10 +11,10 @@ from tessera.adapt.capability import Capability, Point
 from tessera.adapt.controller import Controller
 from tessera.adapt.monitor import Monitor
 from tessera.execute.offline import run_offline
-from tessera.execute.reference import same_bits
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import UnitRequest, run_reference
 from tessera.ir import Plan
+from tessera.kernels.tensors import same_bits
 
 NUM = 8
 # Requests per second far below what tiny models do, so that a queue of eight is a crowd.

@@ -18,8 +18,9 @@ from tessera.capture.models import steps_of_model
 from tessera.capture.models.examples import MAKERS, tokens
 from tessera.capture.models.hf import attention_of
 from tessera.errors import CaptureError
-from tessera.execute.reference import Replay, same_bits
+from tessera.execute.reference import Replay
 from tessera.ir import Step
+from tessera.kernels.tensors import same_bits
 
 BY_NAME = {model.name: model for model in MODELS}
 CONTEXT, TOKENS, BATCH = 12, 4, 2

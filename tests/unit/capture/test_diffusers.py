@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 
 from tessera.capture import build, record
 from tessera.errors import CaptureError, UnknownName
-from tessera.execute.reference import Replay, same_bits
+from tessera.execute.reference import Replay
 from tessera.ir import Step
+from tessera.kernels.tensors import same_bits
 
 
 def a_model(kind: str) -> Model:

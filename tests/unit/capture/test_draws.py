@@ -18,10 +18,11 @@ from tessera.capture import Workload, build, record_step
 from tessera.cli import _main
 from tessera.errors import CaptureError
 from tessera.execute.offline import run_offline
-from tessera.execute.reference import Replay, differing, same_bits
+from tessera.execute.reference import Replay, differing
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import UnitRequest, make_unit, run_reference
 from tessera.ir import BufferKind, Region, Step, Trace, save
+from tessera.kernels.tensors import same_bits
 
 STEP = Step("drawing_model:step", "decode", 3, 4)
 

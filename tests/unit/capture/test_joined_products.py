@@ -14,8 +14,9 @@ from torch.testing import assert_close
 from sampling import num_layers, some_of
 from tessera.capture import Workload, build, record, record_step
 from tessera.capture.models.joined import JoinedLinear, join_products
-from tessera.execute.reference import Replay, same_bits
+from tessera.execute.reference import Replay
 from tessera.ir import Step, Trace
+from tessera.kernels.tensors import same_bits
 
 TINY = ("tiny-llama", "tiny-gpt-oss", "tiny-mamba", "tiny-qwen2.5-vl")
 

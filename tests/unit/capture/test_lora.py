@@ -18,8 +18,9 @@ from packed_factory import write_folder
 from tessera.capture import build, record
 from tessera.capture.models.lora import using_adapters
 from tessera.errors import CaptureError
-from tessera.execute.reference import Replay, same_bits
+from tessera.execute.reference import Replay
 from tessera.ir import Step
+from tessera.kernels.tensors import same_bits
 from tessera.profile.counts import OpClass, work_of
 from tessera.serve.records import ServeSpec
 from tessera.serve.steps import served

@@ -20,10 +20,10 @@ from tessera.capture.own import unchanged
 from tessera.cli import _main
 from tessera.errors import CaptureError
 from tessera.execute.offline import run_offline
-from tessera.execute.reference import same_bits
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import UnitRequest, make_unit, run_reference
 from tessera.ir import Origin, Step, Trace, save
+from tessera.kernels.tensors import same_bits
 
 STEP = Step("own_kernels_model:step", "decode", 4, 4)
 SOURCE = """

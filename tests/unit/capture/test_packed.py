@@ -24,8 +24,9 @@ from tessera.capture.models.packed import PackedWeight, packing_of
 from tessera.capture.record import record_step
 from tessera.capture.workload import on_device
 from tessera.errors import CaptureError
-from tessera.execute.reference import Replay, same_bits
+from tessera.execute.reference import Replay
 from tessera.ir import Step
+from tessera.kernels.tensors import same_bits
 from tessera.serve.compiling import layouts
 from tessera.serve.records import ServeSpec
 from tessera.serve.steps import served, smallest_step

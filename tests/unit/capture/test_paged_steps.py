@@ -19,9 +19,10 @@ from tessera.capture.models import another, recurrent
 from tessera.capture.models.paged import FLAT, ROWS, SPLIT, layout_of, max_positions
 from tessera.capture.models.pages import PageMask
 from tessera.errors import CaptureError
-from tessera.execute.reference import Replay, same_bits
+from tessera.execute.reference import Replay
 from tessera.ir import BufferKind, Step
 from tessera.kernels import PAGE
+from tessera.kernels.tensors import same_bits
 from tessera.serve.records import ServeSpec
 from tessera.serve.steps import served
 

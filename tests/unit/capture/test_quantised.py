@@ -13,9 +13,10 @@ import tessera.kernels.packing
 from tessera.capture import build, record
 from tessera.capture.function import workload
 from tessera.errors import CaptureError
-from tessera.execute.reference import Replay, same_bits
+from tessera.execute.reference import Replay
 from tessera.ir import BufferKind, Step, Trace
 from tessera.kernels.packing import tile
+from tessera.kernels.tensors import same_bits
 from tessera.profile.counts import OpClass, work_of
 
 WIDTH, GROUP = 256, 32

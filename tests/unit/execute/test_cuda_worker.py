@@ -25,7 +25,6 @@ from tessera.execute.launcher import Launcher
 from tessera.execute.lower import lower
 from tessera.execute.memory import Memory
 from tessera.execute.offline import RunResult, run_offline
-from tessera.execute.reference import same_bits
 from tessera.execute.stepper import DeviceBack, DeviceLost, SpanLog, StepCall, StepDone, Tensors
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import UnitRequest, make_plan, make_unit, run_reference
@@ -45,6 +44,7 @@ from tessera.ir import (
     Step,
     WorkUnit,
 )
+from tessera.kernels.tensors import same_bits
 from tessera.plan import QUICK, PlanConfig
 from tessera.profile import parse_devices
 from tessera.profile.measured import combine

@@ -21,11 +21,11 @@ from tessera.analyze import build_graph
 from tessera.capture import record
 from tessera.errors import WorkerError
 from tessera.execute.offline import RunResult, run_offline
-from tessera.execute.reference import same_bits
 from tessera.execute.stepper import SpanLog
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import UnitRequest, run_reference
 from tessera.ir import Plan, Step
+from tessera.kernels.tensors import same_bits
 
 
 def make_requests(num: int) -> list[UnitRequest]:

@@ -9,9 +9,9 @@ from factories import make_plan
 from tessera.capture import Workload, record
 from tessera.errors import WorkerError
 from tessera.execute.offline import run_offline
-from tessera.execute.reference import same_bits
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Step, Trace
+from tessera.kernels.tensors import same_bits
 
 Call = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
 

@@ -12,8 +12,9 @@ from tessera.analyze import build_graph
 from tessera.capture import record
 from tessera.cli.trials import Trials, edge_pairs, legal_order, value_pairs
 from tessera.errors import MismatchError, WorkerError
-from tessera.execute.reference import POISON, InOrder, Replay, differing, differing_buffers, same_bits
+from tessera.execute.reference import POISON, InOrder, Replay, differing, differing_buffers
 from tessera.ir import Graph, Hazard, Kernel, Origin, Step
+from tessera.kernels.tensors import same_bits
 
 STEP = Step("slices_model:step", "decode", 1, 1)
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from benchmarks.row_service.metrics import LatencyLimit
+from benchmarks.row_service.metrics import LatencyLimit, poisson
 from benchmarks.row_service.server import RequestLoad, SimulatedRun, SimulatedServer, load_of, move_s
 from benchmarks.row_service.study import Scenario, checked, compare
 
@@ -11,7 +11,7 @@ from factories import make_chain, make_cluster, make_plan, make_trace
 from online_factory import RUN_US, alone_plan, at_us, both_plans, serve, split_plan
 from tessera.errors import ArrivalsError, MismatchError
 from tessera.ir import BufferKind, Plan
-from tessera.simulate.arrivals import make_arrivals, poisson
+from tessera.simulate.arrivals import make_arrivals
 from tessera.simulate.stepper import Faults, Loss, Truth
 
 STATE_BYTES = 64_000

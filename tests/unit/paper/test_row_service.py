@@ -4,14 +4,14 @@ import math
 
 import pytest
 from benchmarks.row_service.machine import MemoMachine
-from benchmarks.row_service.metrics import measured
+from benchmarks.row_service.metrics import measured, poisson
 from benchmarks.row_service.server import SimulatedServer, load_of
 
 from factories import make_chain, make_cluster, make_plan, make_trace
 from online_factory import RUN_US, alone_plan, at_us, serve, split_plan
 from tessera.ir import Arrivals, BufferKind, Plan
 from tessera.simulate import simulate
-from tessera.simulate.arrivals import make_arrivals, poisson
+from tessera.simulate.arrivals import make_arrivals
 from tessera.simulate.core import VirtualMachine
 
 

@@ -128,14 +128,11 @@ def test_small_sizes_are_not_worth_their_capture_everywhere() -> None:
 
 
 def test_what_cannot_be_served_is_refused_in_one_line() -> None:
-    """Models without steps of serving, sizes that make no sense, and rows beyond the model."""
+    """Models without steps of serving, and rows beyond the model."""
     assert "tiny-llama" in servable_models()
     for model in ("tiny-sd3.5", "no-such-model"):
         with pytest.raises(UnknownName, match="tiny-llama"):
             served(model, ServeSpec())
-    for name, size in (("microbatches", 0), ("rows", 0), ("capacity", -1), ("max_batch_tokens", -1)):
-        with pytest.raises(CaptureError, match="must be at least 1"):
-            served("tiny-llama", ServeSpec(**{name: size}))  # type: ignore[arg-type]
     with pytest.raises(CaptureError, match="4096 positions"):
         served("tiny-llama", ServeSpec(capacity=5000))
 

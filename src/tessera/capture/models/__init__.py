@@ -70,12 +70,6 @@ def check_positions(model: str, length: int) -> None:
 
 def build(step: Step) -> Workload:
     """Equal records give equal weights."""
-    if step.batch < 1 or step.context < 1 or step.reserve < 0:
-        raise CaptureError(
-            "batch and context must be at least 1, reserve at least 0, "
-            f"got {step.batch}, {step.context}, {step.reserve}",
-            "Correct the step's sizes.",
-        )
     if step.model in BUILDERS:
         builder, steps, served = BUILDERS[step.model]
         check_known(f"step of {step.model}", step.kind, (*steps, *served))

@@ -111,9 +111,6 @@ def selecting() -> Iterator[None]:
 class _Selecting(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if name == "one_hot":  # without reading values to check them
-            index, num = args[0], kwargs.get("num_classes", args[-1])
-            return (index[..., None] == torch.arange(num, device=index.device)).long()
         if name == "nonzero" or (name == "where" and len(args) == 1):
             return _places(args[0], name == "where" or kwargs.get("as_tuple", False))
         if name == "split" and isinstance(args[1], Sizes):

@@ -10,7 +10,7 @@ of moves depends only on the unit's size, so plans are reproducible.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -84,26 +84,33 @@ class Search:
         return tuple(mix for _, mix in ordered[: self.task.config.num_finalists[self.task.is_large]])
 
     def climb(self) -> None:
+        self._look_at_single()
+        moved: set[Team] = set()
+        while self._left > 0 and (team := self._best_team(moved)) is not None:
+            moved.add(frozenset(team.items()))
+            for moves in self._moves(team):
+                self._look_at_some(moves)
+
+    def _look_at_single(self) -> None:
         for key in (lambda c: float(c.busy_us.max()), lambda c: c.path_us):
             for column in sorted(self.task.pool.columns, key=key)[: self.task.config.num_single]:
                 held = self.task.pool.held_by((column,))
                 if held is not None and self._left > 0:
                     self.look(held)
-        moved: set[Team] = set()
-        while self._left > 0:
-            teams = ((figure, self._team(mix)) for figure, mix in self.rated)
-            left = [(figure, team) for figure, team in teams if frozenset(team.items()) not in moved]
-            if not left:
+
+    def _best_team(self, moved: Collection[Team]) -> Counter[Column] | None:
+        """The best one that no move has begun from."""
+        teams = [(figure, self._team(mix)) for figure, mix in self.rated]
+        left = [row for row in teams if frozenset(row[1].items()) not in moved]
+        return max(left, key=lambda row: row[0])[1] if left else None
+
+    def _look_at_some(self, moves: Sequence[Counter[Column]]) -> None:
+        num = 0
+        for team in moves:
+            if (frozenset(team.items()), False) not in self._seen:
+                num += self.look(self._mix(team)) > 0.0
+            if num == self.task.config.num_moves or self._left <= 0:
                 return
-            team = max(left, key=lambda x: x[0])[1]
-            moved.add(frozenset(team.items()))
-            for moves in self._moves(team):
-                num = 0
-                for other in moves:
-                    if (frozenset(other.items()), False) not in self._seen:
-                        num += self.look(self._mix(other)) > 0.0
-                    if num == self.task.config.num_moves or self._left <= 0:
-                        break
 
     def _team(self, mix: Mix) -> Counter[Column]:
         """At most one lane per microbatch: those with the largest shares."""
