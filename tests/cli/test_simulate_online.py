@@ -8,6 +8,7 @@ import pytest
 
 import steps_factory as factory
 from online_factory import alone_plan
+from tessera.capture.models import positions_of
 from tessera.cli import _main
 from tessera.ir import Cluster, ServicePlan, load, save
 
@@ -141,6 +142,39 @@ def test_a_plan_of_steps_has_no_arrivals(folder: Path, capsys: pytest.CaptureFix
 
     assert (2, True) == (code, "--arrivals: requests over time need a service plan" in err)
     assert "no.plan: cannot read" in call(folder / "no.plan", *USUAL, capsys=capsys)[2]
+
+
+@pytest.mark.parametrize("per_place", [2, 6])
+def test_a_rate_without_filling_and_emptying_is_the_plans(
+    folder: Path, per_place: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With few requests per place the rate to the last end is below it."""
+    plan = folder / "data-parallel.plan"
+    full = answer(plan, capsys=capsys)
+    num = per_place * full["requests_at_once"]
+    found = answer(plan, "--arrivals", f"batch:{num}", capsys=capsys)
+
+    assert full["steady_tokens_per_s"] is None
+    assert found["tokens_per_s"] < 0.97 * found["steady_tokens_per_s"]
+    assert found["steady_tokens_per_s"] == pytest.approx(full["tokens_per_s"], rel=0.15)
+
+
+def test_one_request_has_no_steady_rate(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        answer(folder / "single.plan", "--arrivals", "batch:1", capsys=capsys)["steady_tokens_per_s"] is None
+    )
+
+
+@pytest.mark.parametrize("is_beyond", [False, True])
+def test_requests_beyond_the_positions_of_the_model_are_told(
+    folder: Path, is_beyond: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    most = positions_of(load(ServicePlan, folder / "single.plan").model)
+    assert most is not None
+    words = ("--arrivals", "batch:2", "--lengths", f"fixed:{most - 2 + is_beyond},2")
+    err = call(folder / "single.plan", *words, capsys=capsys)[2]
+
+    assert is_beyond == (f"2 requests are beyond the {most:,} positions of the model" in err)
 
 
 @pytest.mark.parametrize(("prompt", "is_cut"), [(16, False), (1_000_000, True)])

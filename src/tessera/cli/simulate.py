@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tessera.cli.output import Record, excludes, needs, option, progress, say
+from tessera.cli.output import Record, excludes, needs, option, progress, say, shown
 from tessera.cli.plan_model import ServiceFigures
 from tessera.errors import ArrivalsError, MismatchError, TesseraError
 from tessera.ir import Arrivals, Clock, Decision, Plan, ServicePlan, Timeline, kind_of, load, save
@@ -120,7 +120,9 @@ class SimulatedService(Record, frozen=True):
     policy: str
     arrivals: str
     service: ServiceFigures
+    # To the last answer's end; and from the first one's end to the last request's begin, if that is later.
     tokens_per_s: float
+    steady_tokens_per_s: Annotated[float | None, shown("steady")]
     tpot_ms: float
     ttft_ms: float
     # The median is of the slowest group; 99th percentiles are of all requests.
@@ -155,6 +157,7 @@ def simulate(
     and a monitor may choose between two plans. Other plans run requests that all wait at the start.
     """
     if kind_of(plan) == "service-plan":
+        from tessera.capture.models import positions_of
         from tessera.serve.rehearse import shape_for
 
         if (other is not None) != options.monitor:
@@ -171,10 +174,14 @@ def simulate(
             most = max((plan.expected.tokens_per_s for plan in plans if plan.expected), default=math.inf)
             if most < load_per_s < math.inf and figures.tokens_per_s < load_per_s:
                 say(f"warning: {load_per_s:,.0f} tokens/s are asked for and the plan gives {most:,.0f}")
+            lengths = [sum(pair) for pair in zip(arrived.prompts, arrived.outputs, strict=True)]
             longest = min(shape_for(plan).max_tokens for plan in plans)
-            lengths = zip(arrived.prompts, arrived.outputs, strict=True)
-            if num_cut := sum(prompt + output > longest for prompt, output in lengths):
+            if num_cut := sum(length > longest for length in lengths):
                 say(f"warning: {num_cut:,} requests are cut to the {longest:,} tokens that have pages")
+            positions = positions_of(plans[0].model) or math.inf
+            if num_refused := sum(length > positions for length in lengths):
+                message = f"{num_refused:,} requests are beyond the {positions:,} positions of the model"
+                say(f"warning: {message}; a service refuses them")
         return figures
     with progress(f"reading {plan.name}") as advance:
         loaded, num = load(Plan, plan), options.num_waiting

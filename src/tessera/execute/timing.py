@@ -37,6 +37,7 @@ from tessera.execute.driver import LOOK_S
 from tessera.execute.launcher import Launcher, generator_buffer
 from tessera.execute.memory import Memory, Storage, bind_storages, fresh
 from tessera.ir import BufferKind, Kernel, Launch, Origin, Trace, View
+from tessera.ir.files import packaged
 from tessera.ir.host import cache_bytes, cpu_name
 
 Tensors = Mapping[str, torch.Tensor]
@@ -49,25 +50,8 @@ Enough = Callable[[Sequence[float], float], bool]
 LAUNCH_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, TesseraError)
 MAX_COPIES = 16
 WARMUPS = 2
-# Operators whose integers index other tensors, and those whose integers are offsets of groups.
-INDEXED = (
-    "embedding", "index", "index_select", "index_add", "index_copy", "index_put", "index_fill", "gather",
-    "scatter", "scatter_add", "scatter_reduce", "take", "take_along_dim", "_unsafe_index", "_index_put_impl",
-    "_unsafe_index_put", "masked_scatter",
-)  # fmt: skip
-GROUPED = (
-    "_grouped_mm",
-    "_scaled_grouped_mm",
-    "grouped_mm",
-    "packed_grouped",
-    "packed_part",
-    "grouped_part",
-    "grouped_join",
-)
-# Their integers are lengths, offsets or page tables.
-LENGTHS = ("_flash_attention_forward", "_efficient_attention_forward", "_varlen", "embedding_bag",
-           "paged_attention", "lora", "choose", "causal_conv", "ssd_scan", "selective_scan", "delta_scan",
-           "repeat_interleave", "bincount", "segment_reduce")  # fmt: skip
+# Operators whose integers index other tensors, are offsets of groups, or are lengths and page tables.
+INTEGERS = packaged("execute", "integers.json", dict[str, tuple[str, ...]])
 SMALL = 8
 BLOCK = 1 << 20
 
@@ -352,14 +336,14 @@ def _integers(
     if kernel.origin is not Origin.ATEN:
         return torch.zeros(count, dtype=torch.int64, device=device)
     base = kernel.name.split(".")[1].rstrip("_")
-    if any(base.startswith(name) for name in LENGTHS):
+    if base.startswith(INTEGERS["lengths"]):
         raise CannotTime(f"the integers of {kernel.name} are lengths or tables, which cannot be synthesised")
-    if base in GROUPED:
+    if base in INTEGERS["offsets"]:
         rows = next(v.shape[0] for v in launch.arg_views if v.buffer != view.buffer)
         # As many experts as rows that choose at random are expected to have, evenly.
         chosen = max(1, round(count * (1.0 - (1.0 - 1.0 / count) ** rows)))
         return torch.arange(1, count + 1, device=device) * chosen // count * rows // chosen
-    if base in INDEXED:
+    if base in INTEGERS["index"]:
         # Valid in every other tensor along every dimension.
         most = min((n for v in launch.arg_views if v.buffer != view.buffer for n in v.shape), default=1)
         return torch.randint(0, max(1, most), (count,), device=device, generator=chance)

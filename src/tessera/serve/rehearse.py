@@ -57,6 +57,8 @@ class Played(NamedTuple):
     # Requests that no device could serve, and restarts after losses.
     num_failed: int = 0
     num_restarted: int = 0
+    # From the first request's end to the last one's begin; None: the last begins before the first ends.
+    steady_tokens_per_s: float | None = None
 
 
 def play(
@@ -136,6 +138,9 @@ class _Rehearsal(Engine):
         self._first_s: list[float] = []
         self._token_s: dict[int, list[float]] = defaultdict(list)
         self._normalised_s: list[float] = []
+        # When the first request ended and the last one began.
+        self._full: _Mark | None = None
+        self._last: _Mark | None = None
 
     def run(self) -> Expected:  # type: ignore[override]
         for _ in range(self._clients):
@@ -161,7 +166,15 @@ class _Rehearsal(Engine):
         decisions = () if self.controller is None else tuple(self.controller.decisions)
         normalised_s = sum(self._normalised_s) / max(1, len(self._normalised_s))
         policy, restarts = self.scheduler.service_plan.policy, self.meters.retried
-        return Played(expected, policy, decisions, normalised_s, self._num_failed, restarts)
+        return Played(
+            expected, policy, decisions, normalised_s, self._num_failed, restarts, self._steady_tokens_per_s()
+        )
+
+    def _steady_tokens_per_s(self) -> float | None:
+        full, last = self._full, self._last
+        if full is None or last is None or last.at_s <= full.at_s:
+            return None
+        return (last.output_tokens - full.output_tokens) / (last.at_s - full.at_s)
 
     def _between(self, start: _Mark, stop: _Mark) -> Expected:
         seconds = stop.at_s - start.at_s
@@ -250,8 +263,12 @@ class _Rehearsal(Engine):
         self.scheduler.drop(request)
         self._count_end()
         self._num_ended += 1
+        self._full = self._full or self._mark()
 
-    def seated(self, request: ActiveRequest, microbatch: Microbatch[ActiveRequest]) -> None: ...
+    def seated(self, request: ActiveRequest, microbatch: Microbatch[ActiveRequest]) -> None:
+        if request.seated_s is None:
+            request.seated_s = self._virtual.now_s()
+            self._last = self._mark()
 
 
 def _ms(seconds: Sequence[float], share: float) -> float:

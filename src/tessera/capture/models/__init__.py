@@ -54,15 +54,19 @@ def steps_of_model(model: str) -> tuple[str, ...]:
     return hf.steps_of(hf.config_of(folder)) if (folder / "config.json").exists() else ("decode",)
 
 
-def check_positions(model: str, length: int) -> None:
+def positions_of(model: str) -> int | None:
+    """None: no limit is known."""
     if model in catalog.LANGUAGE:
-        most = catalog.LANGUAGE[model][1].get("max_position_embeddings")
-    else:
-        folder = Path(place_of(model))
-        config = (
-            hf.config_of(folder).get_text_config(decoder=True) if (folder / "config.json").exists() else None
-        )
-        most = getattr(config, "max_position_embeddings", None)
+        return catalog.LANGUAGE[model][1].get("max_position_embeddings")
+    folder = Path(place_of(model))
+    if not (folder / "config.json").exists():
+        return None
+    config = hf.config_of(folder).get_text_config(decoder=True)
+    return getattr(config, "max_position_embeddings", None)
+
+
+def check_positions(model: str, length: int) -> None:
+    most = positions_of(model)
     if most is not None and length > most:
         message = f"requests of {length} tokens are beyond the {most} positions of {model}"
         raise CaptureError(message, f"Use at most {most} tokens of prompt and answer.")

@@ -24,6 +24,7 @@ from torch.nn.modules import module as torch_module
 
 from tessera.errors import CaptureError, TesseraError, extra_module, first_line
 from tessera.ir import Step, units
+from tessera.ir.files import packaged
 from tessera.ir.host import available_bytes
 
 MAX_JSON_BYTES = 64 * 2**20
@@ -33,24 +34,13 @@ SPECIAL_FLOATS = ("Infinity", "-Infinity", "NaN")
 MAX_INT, MAX_NUM, MAX_COUNT = 2**53, 2**20, 2**15
 COUNTS = re.compile(r"layer|depth|block|group|expert|head|stage")
 NO_COUNTS = re.compile(r"size|dim|len|token|window|position|vocab")
-POSITIVE = frozenset({
-    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
-    "intermediate_size", "d_model", "n_embd", "n_layer", "n_layers", "n_head", "n_heads",
-    "num_heads",
-})  # fmt: skip
+# `ignored`: settings that a configuration may not choose: code, kernels, files, attention.
+SETTINGS = packaged("capture.models", "settings.json", dict[str, frozenset[str]])
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 BARE = ("F8_E4M3", "F8_E5M2")
 MAX_TENSORS, MAX_SECONDS = 100_000, 60.0
 # Model size to file size; files may hold 4 bits for 32.
 MAX_GROWTH = 16
-# Settings a configuration may not choose: code, kernels, files, attention.
-IGNORED = frozenset({
-    "auto_map", "custom_pipelines", "trust_remote_code", "_name_or_path", "_commit_hash",
-    "transformers_weights", "adapter_kwargs", "_attn_implementation", "attn_implementation",
-    "_attn_implementation_internal", "_experts_implementation", "experts_implementation",
-    "_experts_implementation_internal", "use_kernels", "kernel_config", "fusion_config",
-    "distributed_config",
-})  # fmt: skip
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 REVISION = re.compile(r"[0-9a-f]{40}")
 # In order of preference.
@@ -108,7 +98,9 @@ def read_settings(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         settings = read_json(path).items()
-        return {name: _checked(value, name, path) for name, value in settings if name not in IGNORED}
+        return {
+            name: _checked(value, name, path) for name, value in settings if name not in SETTINGS["ignored"]
+        }
     except RecursionError as error:
         raise CaptureError("is nested too deeply", AGAIN, str(path)) from error
 
@@ -117,13 +109,15 @@ def _checked(value: Any, name: str, path: Path) -> Any:
     if isinstance(value, dict) and value.get("__float__") in SPECIAL_FLOATS:
         return float(value["__float__"])
     if isinstance(value, dict):
-        return {key: _checked(item, key, path) for key, item in value.items() if key not in IGNORED}
+        return {
+            key: _checked(item, key, path) for key, item in value.items() if key not in SETTINGS["ignored"]
+        }
     if isinstance(value, list):
         return [_checked(item, name, path) for item in value]
     if value == "auto" and name in ("dtype", "torch_dtype"):
         return None  # that of the weights
     if isinstance(value, int) and not isinstance(value, bool):
-        least = 1 if name in POSITIVE else -MAX_INT
+        least = 1 if name in SETTINGS["positive"] else -MAX_INT
         most = MAX_NUM if name.startswith(("num_", "n_")) else MAX_INT
         if COUNTS.search(name) and not NO_COUNTS.search(name):
             most = MAX_COUNT
