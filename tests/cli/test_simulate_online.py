@@ -155,7 +155,7 @@ def test_a_rate_without_filling_and_emptying_is_the_plans(
     found = answer(plan, "--arrivals", f"batch:{num}", capsys=capsys)
 
     assert full["steady_tokens_per_s"] is None
-    assert found["tokens_per_s"] < 0.97 * found["steady_tokens_per_s"]
+    assert found["tokens_per_s"] < found["steady_tokens_per_s"]
     assert found["steady_tokens_per_s"] == pytest.approx(full["tokens_per_s"], rel=0.15)
 
 
