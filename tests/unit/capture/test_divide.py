@@ -1,13 +1,14 @@
 """Divided products: same values, weights of parts, and when a model is divided."""
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
 from packed_factory import write_folder
-from tessera.capture import build, record
+from tessera.capture import Workload, build, record
 from tessera.capture.divide import (
     GROUPED,
     JOINS,
@@ -24,8 +25,14 @@ from tessera.profile import cap_memory, make_cluster, parse_devices, works
 from tessera.profile.cpus import CPUS, price_on_cpu
 
 
-def run(trace: Trace, step: Step) -> dict[str, torch.Tensor]:
-    workload = build(step)
+@cache
+def recorded(model: str) -> tuple[Workload, Trace]:
+    """A call of a built-in model."""
+    workload = build(Step(model, "call", 2, 8))
+    return workload, record(workload)
+
+
+def run(trace: Trace, workload: Workload) -> dict[str, torch.Tensor]:
     order = InOrder([trace], workload.weights(), torch.device("cpu"))
     return dict(order(0, workload.make_inputs(0), dict(workload.make_state(0))))
 
@@ -33,23 +40,21 @@ def run(trace: Trace, step: Step) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("parts", [2, 3, 8])
 @pytest.mark.parametrize("model", ["tiny-gpt-oss", "tiny-llama"])
 def test_a_divided_model_has_the_values_of_the_whole_one(model: str, parts: int) -> None:
-    step = Step(model, "call", 2, 8)
-    trace = record(build(step))
+    workload, trace = recorded(model)
     divided = divide(trace, DivideConfig(parts, plain_bytes=0))
     assert len(divided.launches) > len(trace.launches)
     names = {trace.kernels[x.kernel].name for x in trace.launches if x not in divided.launches}
     assert names <= {*PLAIN, *GROUPED}, "others are not changed"
     torch.set_num_threads(1)
-    whole, own = run(trace, step), run(divided, step)
+    whole, own = run(trace, workload), run(divided, workload)
     for name, tensor in whole.items():
         torch.testing.assert_close(own[name], tensor, rtol=1e-5, atol=1e-5)
 
 
 def test_experts_divided_give_the_same_bits() -> None:
-    step = Step("tiny-gpt-oss", "call", 2, 8)
-    trace = record(build(step))
+    workload, trace = recorded("tiny-gpt-oss")
     divided = divide(trace, DivideConfig(4))
-    whole, own = run(trace, step), run(divided, step)
+    whole, own = run(trace, workload), run(divided, workload)
     assert all(torch.equal(whole[name], own[name]) for name in whole)
     experts = experts_of(divided)
     assert sorted({first for _, first, _ in experts.values()}) == [0, 2, 4, 6]
@@ -90,12 +95,13 @@ def test_16_bit_experts_are_kept_by_rows_of_outputs() -> None:
 def test_packed_experts_divided_give_the_same_bits(method: str, family: str, tmp_path: Path) -> None:
     write_folder(tmp_path, method, family)
     step = Step(str(tmp_path), "call", 2, 8)
-    trace = record(build(step))
+    workload = build(step)
+    trace = record(workload)
     divided = divide(trace, DivideConfig(3))
     names = [divided.kernel_of(number).name for number in experts_of(divided)]
     assert names == ["tessera.packed_part.default"] * (3 * 2 * 2)
     assert {num for _, _, num in experts_of(divided).values()} == {1, 2}
-    whole, own = run(trace, step), run(divided, step)
+    whole, own = run(trace, workload), run(divided, workload)
     assert all(torch.equal(whole[name], own[name]) for name in whole)
     sizes = [sum(b.size_bytes for b in t.buffers if b.kind is BufferKind.WEIGHT) for t in (trace, divided)]
     assert sizes[0] == sizes[1], "every weight is in one part"

@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 
 from lora_factory import write_adapter
 from packed_factory import write_folder
+from sampling import some_of
 from tessera.capture import build, record
 from tessera.capture.models.lora import using_adapters
 from tessera.errors import CaptureError
@@ -28,8 +29,13 @@ from tessera.serve.steps import served
 SPEC = ServeSpec(microbatches=1, rows=4, capacity=32, max_batch_tokens=8)
 
 
-@pytest.mark.parametrize("joined", [False, True], ids=["single", "joined"])
-@pytest.mark.parametrize("method", ["awq", "fp8-rows"])
+@pytest.mark.parametrize(
+    ("method", "joined"),
+    some_of(
+        [(method, joined) for method in ("awq", "fp8-rows") for joined in (False, True)],
+        [("awq", True), ("fp8-rows", False)],
+    ),
+)
 def test_every_row_has_its_own_adapter(method: str, joined: bool, tmp_path: Path) -> None:
     """Two adapters of different ranks, layers and scales and none, beside packed weights."""
     base = write_folder(tmp_path / "base", method)

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 pytest.importorskip("triton", reason="needs triton")
 
 from packed_factory import E2M1
-from sampling import one_of_each
+from sampling import one_of_each, some_of
 from tessera import flow  # hands the interpreter to capture
 from tessera.capture.offline import compiling_for
 from tessera.kernels import packed_triton
@@ -91,6 +91,7 @@ PRODUCTS = one_of_each([(form, dtype) for form in BLOCKS for dtype in ATOL], lam
 WRITTEN = one_of_each(
     [(form, dtype) for form in BLOCKS for dtype in (torch.float16, torch.bfloat16)], lambda case: case[0]
 )
+ZEROS = ("int4", "int8", "int4_tiled", "fp8_tiled")
 TARGETS = one_of_each([(form, arch) for form in BLOCKS for arch in (80, 90)], lambda case: case[0])
 
 
@@ -100,18 +101,23 @@ def test_a_product_of_a_few_rows(form: str, dtype: torch.dtype) -> None:
     check(make_weight(form), 3, dtype, SMALL)
 
 
+WARPS = [
+    ("int4_tiled", torch.bfloat16, 2), ("int4_tiled", torch.float16, 4), ("mxfp4_tiled", torch.bfloat16, 8),
+    ("fp8_tiled", torch.bfloat16, 4), ("fp8_blocks_tiled", torch.float32, 2),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("form", "dtype", "depth"),
-    [("int4_tiled", torch.bfloat16, 2), ("int4_tiled", torch.float16, 4), ("mxfp4_tiled", torch.bfloat16, 8),
-     ("fp8_tiled", torch.bfloat16, 4), ("fp8_blocks_tiled", torch.float32, 2)],
+    some_of(WARPS, WARPS[1:]),
     ids=str,
-)  # fmt: skip
+)
 def test_warps_have_blocks_of_inputs_of_their_own(form: str, dtype: torch.dtype, depth: int) -> None:
     """Also where there are fewer blocks."""
     check(make_weight(form), 3, dtype, ProductTile(8, 64, 1, 2 * depth, 2, depth), has_bias=True)
 
 
-@pytest.mark.parametrize("form", ["int4", "int8", "int4_tiled", "fp8_tiled"])
+@pytest.mark.parametrize("form", some_of(ZEROS, ZEROS[:3]))
 def test_zeros_splits_and_bias(form: str) -> None:
     """Splits of the inputs are added up, the bias once."""
     check(make_weight(form, zeros="int" in form), 18, torch.bfloat16, ProductTile(16, 32, 2), has_bias=True)
@@ -146,11 +152,16 @@ def test_many_rows_are_rounded_to_fp8_where_the_library_multiplies_blocks(
     assert 0.001 < float((out - wanted).abs().max() / wanted.abs().max()) < 0.05
 
 
+EXPERTS = [
+    ("mxfp4_tiled", SMALL), ("mxfp4_tiled", ProductTile(16, 16, 2)), ("int4", SMALL),
+    ("mxfp4_tiled", ProductTile(8, 32, 1, 2, 2, 2)),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("form", "tile"),
-    [("mxfp4_tiled", SMALL), ("mxfp4_tiled", ProductTile(16, 16, 2)), ("int4", SMALL),
-     ("mxfp4_tiled", ProductTile(8, 32, 1, 2, 2, 2))],
-)  # fmt: skip
+    some_of(EXPERTS, EXPERTS[1:]),
+)
 def test_experts_read_their_own_rows(form: str, tile: ProductTile) -> None:
     """Some have none, one has more than a tile."""
     codes, scales, zeros, _, block = weight = make_weight(form, experts=4)

@@ -103,7 +103,7 @@ def test_a_window_is_a_token_and_those_just_before_it(window: int, splits: int) 
     check(replace(call, window=window), replace(PLAIN, splits=splits))
 
 
-@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("splits", some_of((1, 2), (2,)))
 def test_soft_cap_and_sinks(splits: int) -> None:
     """A sink counts once, however many splits there are."""
     call = make_call(MIXED, has_sinks=True, dtype=torch.float16)

@@ -99,7 +99,7 @@ def test_greedy_is_the_same_with_few_pages_and_shared_beginnings(model: ServedMo
     assert (snapshot.prefix_hits > 0) == few.shape.is_paged
 
 
-@pytest.mark.parametrize("model", NAMES[:2], indirect=True)
+@pytest.mark.parametrize("model", some_of(NAMES[:2], ["tiny-gpt-oss"]), indirect=True)
 def test_short_prompts_in_steps_of_answers_are_continued_as_by_generate(
     model: ServedModel, reference: Any
 ) -> None:

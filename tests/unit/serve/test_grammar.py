@@ -280,7 +280,7 @@ def test_a_mask_that_is_late_delays_its_own_answer_alone(monkeypatch: pytest.Mon
     assert stepper.num_open
 
 
-@pytest.mark.parametrize("seed", range(examples(12, 4)))
+@pytest.mark.parametrize("seed", range(examples(12, 2)))
 def test_forms_survive_moves_losses_few_pages_and_late_masks(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
