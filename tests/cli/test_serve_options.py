@@ -127,6 +127,8 @@ def test_environment_comes_between(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("prot: 1", "unknown option '--prot'; did you mean --port?"),
         ("tensor_parallel_size: 2", "Name the devices, and the planner divides the model"),
         ("- 1", "not a mapping of options"),
+        ("port: 1\nhost: x\nport: 3\n", "serve.yaml:3: 'port' is given twice. Leave one of them."),
+        ("max-model-len: 64\nmax_model_len: 32\n", "serve.yaml:2: 'max_model_len' is given twice"),
         ("a: [", "cannot read the configuration: while parsing a flow node expected"),
         ("port: many", "Invalid value for '--port'"),
     ],

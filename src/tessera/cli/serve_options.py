@@ -284,20 +284,27 @@ def config_values(path: Path, command: Any) -> dict[str, Any]:
     """Names are those of options, with - or _."""
     yaml = extra_module("yaml", "serve", "pyyaml")
     try:
-        document = yaml.safe_load(read_text(path)) or {}
+        loader = yaml.SafeLoader(read_text(path))
+        node = loader.get_single_node()
+        if not isinstance(node, yaml.MappingNode | None):
+            raise TesseraError("not a mapping of options", "Write lines such as `port: 8000`.", str(path))
+        lines = [
+            (key.start_mark.line + 1, str(loader.construct_object(key)), loader.construct_object(value, True))
+            for key, value in (node.value if node else ())
+        ]
     except yaml.YAMLError as error:
         message = f"cannot read the configuration: {' '.join(str(error).split())}"
         raise TesseraError(message, "Write YAML.", str(path)) from None
-    if not isinstance(document, dict):
-        raise TesseraError("not a mapping of options", "Write lines such as `port: 8000`.", str(path))
     options = {name: p for p in command.params for name in (*p.opts, p.name) if p.name != "config"}
-    values = {}
-    for key, value in document.items():
-        word = str(key).replace("_", "-")
+    values: dict[str, Any] = {}
+    for line, key, value in lines:
+        word, place = key.replace("_", "-"), f"{path}:{line}"
         option = options.get(f"--{word}") or options.get(word.replace("-", "_"))
         if option is None:
             names = [name for name in options if name.startswith("--")]
-            raise TesseraError(unknown_option(f"--{word}", names), place=str(path))
+            raise TesseraError(unknown_option(f"--{word}", names), place=place)
+        if option.name in values:
+            raise TesseraError(f"'{key}' is given twice", "Leave one of them.", place)
         is_one = option.multiple and value is not None and not isinstance(value, list)
         values[option.name] = [value] if is_one else value
     return values

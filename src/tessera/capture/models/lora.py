@@ -29,14 +29,6 @@ PLAIN_SETTINGS: dict[str, tuple[Any, ...]] = {
     # Others (PiSSA, OLoRA, LoftQ, CorDA) change the base.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }  # fmt: skip
-# Settings that are read, or tell how the adapter was made.
-OTHER_SETTINGS = frozenset({
-    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying",
-    "eva_config", "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform",
-    "loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core",
-    "peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config",
-    "target_modules", "task_type", "use_rslora",
-})  # fmt: skip
 PREFIX = "base_model.model."
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 MERGE = "Merge it into its base model (peft: merge_and_unload), and serve that folder."
@@ -146,7 +138,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 def _read(folder: Path) -> dict[str, Pair]:
     """The second matrix includes the scale."""
     config = checkpoint.read_json(folder / "adapter_config.json")
-    for name in config.keys() - OTHER_SETTINGS:
+    for name in config.keys() - checkpoint.SETTINGS["adapter"]:
         if config[name] not in PLAIN_SETTINGS.get(name, (None, False, [], {})):
             message = f"adapters with {name} = {config[name]!r} are not supported"
             raise CaptureError(message, MERGE, str(folder))
