@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 pytest.importorskip("triton", reason="needs triton")
 
-from choose_factory import KINDS, make_rows
+from choose_factory import KINDS, Given, make_rows
 from sampling import examples, some_of
 from tessera import flow  # hands the interpreter to capture
 from tessera.kernels.choice import Number, Setting
@@ -26,7 +26,7 @@ def anywhere() -> Iterator[None]:
         yield
 
 
-def run(*given: torch.Tensor, **sizes: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def run(*given: torch.Tensor, **sizes: int) -> Given:
     """What the kernels give."""
     launch: Any = choose
     return launch(*given, **{"block": 256, **sizes})  # type: ignore[no-any-return]
@@ -53,13 +53,22 @@ def test_the_kernels_choose_what_the_reference_chooses(vocab: int, each: int, dt
     assert torch.equal(expected[2], top)
 
 
+def make_several(num: int) -> Given:
+    """Rows of several blocks, whose kernels are compiled for the last case too."""
+    return make_rows(num, 700, dtype=torch.bfloat16)
+
+
+def run_several(rows: Given) -> Given:
+    return run(*rows, programs=2 * len(rows[0]))
+
+
 def test_rows_without_a_finite_logit_get_no_token() -> None:
     """NaN, infinity, and a mask that allows nothing."""
-    rows = make_rows(8, 700)
+    rows = make_several(8)
     rows[0][0, 7], rows[0][1, 9], rows[0][2, 11] = float("nan"), float("inf"), float("nan")
     rows[5][7] = 0
 
-    tokens = run(*rows)[0]
+    tokens = run_several(rows)[0]
 
     assert [-1, -1, -1] == tokens[:3].tolist()
     assert -1 == int(tokens[7])
@@ -67,23 +76,23 @@ def test_rows_without_a_finite_logit_get_no_token() -> None:
 
 
 def test_a_forced_token_gets_its_logprob() -> None:
-    rows = make_rows(8, 700)
+    rows = make_several(8)
     rows[3][1, Number.FORCED], rows[3][1, Number.NUM_TOP] = 12, 3
-    tokens, logprobs, _ = run(*rows)
+    tokens, logprobs, _ = run_several(rows)
 
     assert 11 == int(tokens[1])
-    assert_close(logprobs[1, 0], rows[0][1].log_softmax(-1)[11])
+    assert_close(logprobs[1, 0], rows[0][1].float().log_softmax(-1)[11])
 
 
 def test_equal_logits_at_a_limit_stay_together() -> None:
     """No order of blocks decides."""
-    rows = make_rows(12, 700)
+    rows = make_several(12)
     rows[0][:] = 0.0
     rows[0][:, 100:400] = 1.0
     rows[2][:], rows[3][:] = rows[2][0].clone(), rows[3][0].clone()
     rows[2][:, Setting.SHARPNESS], rows[3][:, Number.TOP_K] = 1.0, 5
     rows[3][:, Number.POSITION] = torch.arange(12)
-    found = set(run(*rows)[0].tolist())
+    found = set(run_several(rows)[0].tolist())
 
     assert len(found) > 6
     assert all(100 <= token < 400 for token in found)
