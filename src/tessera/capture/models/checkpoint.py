@@ -34,8 +34,8 @@ SPECIAL_FLOATS = ("Infinity", "-Infinity", "NaN")
 MAX_INT, MAX_NUM, MAX_COUNT = 2**53, 2**20, 2**15
 COUNTS = re.compile(r"layer|depth|block|group|expert|head|stage")
 NO_COUNTS = re.compile(r"size|dim|len|token|window|position|vocab")
-# `ignored`: what a configuration may not choose: code, kernels, files, attention. `adapter`: what an adapter's
-# says without effect on the product, or is read.
+# `ignored`: what a configuration may not choose: code, kernels, files, attention. `adapter`: what one of an
+# adapter may hold.
 SETTINGS = packaged("capture.models", "settings.json", dict[str, frozenset[str]])
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 BARE = ("F8_E4M3", "F8_E5M2")
