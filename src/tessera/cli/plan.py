@@ -253,7 +253,6 @@ def _counts(text: str | None) -> tuple[int, ...] | None:
 
 
 def plan_figures(plan: Plan, reasons: PlanReasons | None = None, output: Path | None = None) -> PlanFigures:
-
     names, costs = plan.cluster.names, sureness(plan)
     bound_us = latency_bound_us(plan) if plan.objective is Objective.LATENCY else None
     return PlanFigures.of(

@@ -156,14 +156,14 @@ def timing(samples: Sequence[float]) -> Timing:
     return Timing(max(0.0, median(ordered)), half, num)
 
 
-def until(cap_s: float = CAP_S, error: float = TARGET_ERROR) -> Enough:
+def until(cap_s: float = CAP_S) -> Enough:
 
     def enough(samples: Sequence[float], seconds: float) -> bool:
         if len(samples) < MIN_SAMPLES:
             return seconds > 4 * cap_s and bool(samples)
         if seconds > cap_s or len(samples) >= MAX_SAMPLES:
             return True
-        return timing(samples).rel_error <= error
+        return timing(samples).rel_error <= TARGET_ERROR
 
     return enough
 

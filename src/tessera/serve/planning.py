@@ -258,12 +258,11 @@ class AwayBackend(CpuBackend):
 
 
 def _check_host(cluster: ir.Cluster) -> None:
-    others = [d.name for d in cluster.devices if not d.is_cpu and d.kind is not ir.DeviceKind.CUDA]
-    dilated = [d.name for d in cluster.devices if d.is_dilated or d.num_sms or d.ordinal == ir.AWAY]
-    modelled = [d.name for d in cluster.devices if d.is_cpu and d.kind is not ir.DeviceKind.CPU]
-    for name in (*others, *dilated, *modelled):
-        message = f"{name} cannot serve beside a GPU of this machine and its CPU"
-        raise TesseraError(message, "Name whole GPUs and cpu: --devices cuda:0,cpu.", "--devices")
+    for device in cluster.devices:
+        is_real = device.kind in (ir.DeviceKind.CUDA, ir.DeviceKind.CPU)
+        if not is_real or device.is_dilated or device.num_sms or device.ordinal == ir.AWAY:
+            message = f"{device.name} cannot serve beside a GPU of this machine and its CPU"
+            raise TesseraError(message, "Name whole GPUs and cpu: --devices cuda:0,cpu.", "--devices")
 
 
 def prepare(
@@ -423,7 +422,7 @@ def _plan(model: "ServedModel", backend: "CpuBackend | GpuBackend", advance: Lis
             f"Lower --microbatches, --seqs, --max-model-len or --max-batch-tokens ({now}), or --memory-share "
             "for fewer pages, or add a device."
         )
-        weights = sum(tensor.nbytes for tensor in model.workloads[-1].weights().values())
+        weights = sum(tensor.nbytes for tensor in model.weights().values())
         if weights > sum(device.memory_bytes for device in backend.cluster.devices):
             remedy = f"The weights take {units.size(weights)} alone: add a device, or use packed weights."
         is_size = isinstance(error, DeviceMemoryError) or not error.remedy

@@ -80,6 +80,9 @@ class ServicePlanner:
     def _rehearse(self, plan: ir.ServicePlan, load: ir.Load, clients: int | None = None) -> ir.Expected:
         return rehearse(plan, load, clients, shape=self.shape)
 
+    def _rehearsed(self, plan: ir.ServicePlan) -> ir.ServicePlan:
+        return replace(plan, expected=self._rehearse(plan, self.load))
+
     def best(self, name: str) -> ir.ServicePlan:
         if name in SPLITS and not self._drafts.can_move:
             message = f"{name} needs a model without pictures that reads several tokens a step"
@@ -157,8 +160,7 @@ class ServicePlanner:
             base = self.best(fluid.DATA_PARALLEL if len(self.cluster.devices) > 1 else fluid.SINGLE)
         except (PlanInfeasible, DeviceMemoryError):  # a device cannot hold the model: by its times alone
             group = self._on(0, ir.Role.MIXED, self.shape.microbatches)
-            base = ir.ServicePlan(self.model, fluid.SINGLE, self.load, (group,))
-            base = replace(base, expected=self._rehearse(base, self.load))
+            base = self._rehearsed(ir.ServicePlan(self.model, fluid.SINGLE, self.load, (group,)))
         assert base.expected is not None
         runs = [sum(counts) for counts in zip(*base.expected.steps, strict=True)]
         scale = min(MAX_RUNS, max(len(runs), self.load.output_tokens)) / max(1, sum(runs))
@@ -192,9 +194,7 @@ class ServicePlanner:
     def learned(self, policies: Policies, load: ir.Load) -> Policies:
         """New policies if the first is better by more than the costs' error."""
         planner = replace(self, load=load, costs=self._costs_in(policies))
-        before = tuple(
-            replace(policy, load=load, expected=self._rehearse(policy, load)) for policy in policies
-        )
+        before = tuple(planner._rehearsed(replace(policy, load=load)) for policy in policies)
         if not self.names or self.is_beside_host:
             return before
         after = planner.plans(self.names)
@@ -212,7 +212,7 @@ class ServicePlanner:
         return next((x.costs for x in plans if x.unit.graphs == self.unit.graphs), self.costs)
 
     def better(self, old: ir.ServicePlan) -> ir.ServicePlan:
-        old = replace(old, expected=self._rehearse(old, self.load))
+        old = self._rehearsed(old)
         if self.is_beside_host:
             return old
         new = self.best(old.policy)
@@ -228,8 +228,7 @@ class ServicePlanner:
         each = max(1, self.shape.microbatches // len(left))
         groups = tuple(self._on(device, ir.Role.MIXED, each) for device in left)
         check_groups(groups)
-        around = ir.ServicePlan(self.model, "", self.load, groups)
-        around = replace(around, expected=self._rehearse(around, self.load))
+        around = self._rehearsed(ir.ServicePlan(self.model, "", self.load, groups))
         return tuple(
             replace(around, policy=policy.policy)
             if any(name in lost for group in policy.groups for name in group.devices)
