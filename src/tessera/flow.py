@@ -56,7 +56,7 @@ def check_joined(graphs: Sequence[ir.Graph]) -> None:
     sizes: dict[str, tuple[int, str]] = {}
     for graph in graphs:
         kind, trace = graph.trace.step.kind, graph.trace
-        for buffer in (b for b in trace.buffers if b.name in sizes or b.name in graph.state_groups):
+        for buffer in (b for b in trace.buffers if b.name in sizes or b.name in graph.states):
             size, first_kind = sizes.setdefault(buffer.name, (buffer.size_bytes, kind))
             if size != buffer.size_bytes:
                 raise MismatchError(

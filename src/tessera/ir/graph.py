@@ -94,15 +94,15 @@ class Graph:
     groups: tuple[tuple[int, ...], ...]
 
     @cached_property
-    def state_groups(self) -> dict[str, int]:
-        owner = {launch: g for g, group in enumerate(self.groups) for launch in group}
-        groups: dict[str, int] = {}
-        for index, launch in enumerate(self.trace.launches):
-            for access in launch.accesses:
-                buffer = self.trace.buffers[access.buffer]
-                if buffer.kind is BufferKind.STATE:
-                    groups[buffer.name] = owner[index]
-        return groups
+    def states(self) -> dict[str, tuple[int, int]]:
+        """Name -> (bytes, the first launch of its group)."""
+        first = {launch: group[0] for group in self.groups for launch in group}
+        return {
+            buffer.name: (buffer.size_bytes, first[index])
+            for index, launch in enumerate(self.trace.launches)
+            for buffer in (self.trace.buffers[access.buffer] for access in launch.accesses)
+            if buffer.kind is BufferKind.STATE
+        }
 
 
 @dataclass(frozen=True)

@@ -67,8 +67,8 @@ def contract(unit: ir.WorkUnit) -> tuple[tuple[Ints, ...], int]:
     for start, graph in zip(starts.tolist(), unit.graphs, strict=False):
         sets[0] += [start + i for i, x in enumerate(graph.trace.launches) if x.immovable]
         sets += [[start + x for x in group] for group in graph.groups]
-        for name, group in graph.state_groups.items() if unit.is_served else ():
-            homes.setdefault(name, []).append(start + graph.groups[group][0])
+        for name, (_, launch) in graph.states.items() if unit.is_served else ():
+            homes.setdefault(name, []).append(start + launch)
     roots = joined(int(starts[-1]), (*sets, *homes.values()))
     _, first, inverse = np.unique(roots, return_index=True, return_inverse=True)
     rank = np.empty(len(first), dtype=np.int64)
@@ -141,12 +141,10 @@ class Transit:
 def transits_of(unit: ir.WorkUnit) -> Iterator[Transit]:
     last: dict[str, tuple[int, tuple[int, int]]] = {}
     for step, graph in enumerate(unit.graphs):
-        sizes = {b.name: b.size_bytes for b in graph.trace.buffers if b.kind is ir.BufferKind.STATE}
-        for name, group in graph.state_groups.items():
-            first_use = step, graph.groups[group][0]
+        for name, (size, first) in graph.states.items():
             if name in last:
-                yield Transit(sizes[name], last[name][0], last[name][1], first_use)
-            last[name] = sizes[name], first_use
+                yield Transit(size, *last[name], (step, first))
+            last[name] = size, (step, first)
 
 
 def _migrations(unit: ir.WorkUnit, node_of: tuple[Ints, ...]) -> Iterator[Flow]:

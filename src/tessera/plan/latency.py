@@ -389,19 +389,18 @@ def joined(
                 return None
             devices = placed[0]
         labels[nodes] = devices
-        for name, group in graph.state_groups.items():
-            homes.setdefault(name, int(devices[graph.groups[group][0]]))
+        for name, (_, first) in graph.states.items():
+            homes.setdefault(name, int(devices[first]))
     return labels
 
 
 def _moving_us(problem: Problem, step: int, homes: dict[str, int]) -> Floats:
     """[launch, device], charged to the state's first use."""
     graph = problem.unit.graphs[step]
-    sizes = {b.name: b.size_bytes for b in graph.trace.buffers if b.kind is ir.BufferKind.STATE}
     charged = np.zeros((len(problem.node_of[step]), problem.num_devices))
-    for name, group in graph.state_groups.items():
+    for name, (size, first) in graph.states.items():
         if name in homes:
-            charged[graph.groups[group][0]] += sizes[name] * problem.us_per_byte[homes[name]]
+            charged[first] += size * problem.us_per_byte[homes[name]]
     return charged
 
 
