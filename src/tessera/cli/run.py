@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tessera.cli.output import HIDDEN, Record, option, progress, shown
+from tessera.cli.output import HIDDEN, Record, option, progress, say, shown
 from tessera.cli.remote import MeetingOptions, gathered, plans_digest, serve_rank
 from tessera.errors import MismatchError, TesseraError
 from tessera.ir import BufferKind, DeviceKind, Plan, Timeline, Trace, load, units
@@ -157,7 +157,7 @@ def run_plans(
     advance: Callable[[str], None],
 ) -> Ran:
     """Every `switch_every`-th request begins under the next plan."""
-    from tessera.execute.offline import run_offline
+    from tessera.execute.offline import QUIET_S, run_offline
     from tessera.execute.stepper import SpanLog
     from tessera.execute.worker_stepper import WorkerStepper
     from tessera.flow import requests_of, run_reference
@@ -174,6 +174,12 @@ def run_plans(
     advance("starting workers")
     with WorkerStepper(plans, weights, max_failures=MAX_FAILURES, **options) as stepper:
         log = stepper.spans = SpanLog(plans[0], scale)
+
+        def tell() -> None:
+            late = sorted({device for running in stepper.running.values() for device in running.missing})
+            names = ", ".join(plans[0].cluster.names[device] for device in late)
+            say(f"note: no step has ended for {QUIET_S:g} s on {names}; --timeout gives up a frozen worker")
+
         run = run_offline(
             stepper,
             work,
@@ -181,6 +187,7 @@ def run_plans(
             on_done=lambda number: advance(f"ran request {number}"),
             spans=log,
             depth=depth,
+            on_wait=tell,
         )
         peaks = tuple(f.peak_bytes for f in stepper.footprints)
     reference, verified = None, None

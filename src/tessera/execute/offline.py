@@ -15,6 +15,8 @@ from tessera.execute.scheduler import Content, Scheduler, SchedulerConfig, Watch
 from tessera.execute.stepper import DeviceLost, SpanLog, StepCall, StepDone, Stepper, Tensors
 
 DRAIN_S = 5.0
+# Without an event until `on_wait` is called.
+QUIET_S = 30.0
 
 
 class Request(Protocol):
@@ -62,15 +64,17 @@ def run_offline(
     is_timed: bool = False,
     skips: tuple[str, ...] = (),
     depth: int | None = None,
+    on_wait: Callable[[], None] | None = None,
 ) -> OfflineRun:
     """Runs all requests, as many at a time as the plan says.
 
     policy    current policy, or a function of the number of ended requests; a switch drains nothing
     is_timed  only times matter: state starts as zeros, and nothing is kept
     depth     requests in flight, instead of the plan's number
+    on_wait   called whenever no step has ended for `QUIET_S`
     """
     choose = policy if callable(policy) else lambda num_done: policy
-    return _Run(stepper, requests, choose, on_done, spans, is_timed, skips, depth).through()
+    return _Run(stepper, requests, choose, on_done, spans, is_timed, skips, depth, on_wait).through()
 
 
 @dataclass
@@ -83,6 +87,7 @@ class _Run(Watcher[int]):
     is_timed: bool
     skips: tuple[str, ...]
     depth: int | None
+    on_wait: Callable[[], None] | None
 
     def __post_init__(self) -> None:
         self.origin_s = self.stepper.now_s()
@@ -104,7 +109,8 @@ class _Run(Watcher[int]):
                 self._scheduler.begin()
                 if self._scheduler.is_idle:
                     break
-                self._scheduler.wait(None)
+                if self._scheduler.wait(QUIET_S if self.on_wait else None) is None and self.on_wait:
+                    self.on_wait()
         finally:  # leaves the stepper usable after an interruption
             self._scheduler.drain(DRAIN_S)
         return OfflineRun(self.results, self._faults)

@@ -1,5 +1,7 @@
 """Runs at the edges: empty tensors, results that no launch made, and errors inside a worker."""
 
+import os
+import signal
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from factories import make_plan
 from tessera.capture import Workload, record
 from tessera.errors import WorkerError
+from tessera.execute import offline
 from tessera.execute.offline import run_offline
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Step, Trace
@@ -102,3 +105,24 @@ def test_a_request_that_raises_leaves_the_workers_usable() -> None:
         results = run_offline(stepper, [good] * 3).results
 
     assert all(same_bits(result.outputs[0]["y"], torch.arange(8.0) + 1) for result in results)
+
+
+def test_a_wait_for_a_frozen_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a limit of time the run waits on, and ends when the worker goes on."""
+    monkeypatch.setattr(offline, "QUIET_S", 0.2)
+    workload, trace = capture(lambda inputs: {"y": inputs["x"] + 1})
+    plan = make_plan([trace], [[[0] * len(trace.launches)]])
+    late: list[set[int]] = []
+    with WorkerStepper([plan], workload.weights()) as stepper:
+        pid = stepper.use().devices["d0"].pid
+        assert pid is not None
+
+        def thaw() -> None:
+            late.append({device for running in stepper.running.values() for device in running.missing})
+            os.kill(pid, signal.SIGCONT)
+
+        os.kill(pid, signal.SIGSTOP)
+        run = run_offline(stepper, [Once(torch.arange(8.0))], on_wait=thaw)
+
+    assert {0} == late[0]
+    assert same_bits(run.results[0].outputs[0]["y"], torch.arange(8.0) + 1)

@@ -37,6 +37,7 @@ NO_COUNTS = re.compile(r"size|dim|len|token|window|position|vocab")
 # `ignored`: what a configuration may not choose: code, kernels, files, attention. `adapter`: what one of an
 # adapter may hold.
 SETTINGS = packaged("capture.models", "settings.json", dict[str, frozenset[str]])
+IGNORED = SETTINGS["ignored"]
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 BARE = ("F8_E4M3", "F8_E5M2")
 MAX_TENSORS, MAX_SECONDS = 100_000, 60.0
@@ -99,9 +100,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         settings = read_json(path).items()
-        return {
-            name: _checked(value, name, path) for name, value in settings if name not in SETTINGS["ignored"]
-        }
+        return {name: _checked(value, name, path) for name, value in settings if name not in IGNORED}
     except RecursionError as error:
         raise CaptureError("is nested too deeply", AGAIN, str(path)) from error
 
@@ -110,9 +109,7 @@ def _checked(value: Any, name: str, path: Path) -> Any:
     if isinstance(value, dict) and value.get("__float__") in SPECIAL_FLOATS:
         return float(value["__float__"])
     if isinstance(value, dict):
-        return {
-            key: _checked(item, key, path) for key, item in value.items() if key not in SETTINGS["ignored"]
-        }
+        return {key: _checked(item, key, path) for key, item in value.items() if key not in IGNORED}
     if isinstance(value, list):
         return [_checked(item, name, path) for item in value]
     if value == "auto" and name in ("dtype", "torch_dtype"):

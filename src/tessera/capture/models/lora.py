@@ -22,13 +22,11 @@ import tessera.kernels.lora  # noqa: F401 - registers the operator
 from tessera.capture.models import checkpoint
 from tessera.capture.models.joined import JoinedLinear, JoinedPart
 from tessera.errors import CaptureError
+from tessera.ir.files import packaged
 
-# Settings of peft, with the values that do not change the product; any other must be off.
-PLAIN_SETTINGS: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",), "bias": ("none", None),
-    # Others (PiSSA, OLoRA, LoftQ, CorDA) change the base.
-    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
-}  # fmt: skip
+# Settings of peft, with the values that do not change the product; any other must be off. Other ways to begin
+# (PiSSA, OLoRA, LoftQ, CorDA) change the base.
+PLAIN_SETTINGS = packaged("capture.models", "adapter.json", dict[str, tuple[Any, ...]])
 PREFIX = "base_model.model."
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 MERGE = "Merge it into its base model (peft: merge_and_unload), and serve that folder."

@@ -31,15 +31,11 @@ from torch.nn.functional import linear
 
 from tessera.capture.models.checkpoint import AGAIN, CONVERT, Tensors, read_json
 from tessera.errors import CaptureError, first_line
+from tessera.ir.files import packaged
 from tessera.kernels import packing
 from tessera.kernels.packing import MIDDLE, MXFP4_BLOCK, num_columns, pack_nibbles, unpack_nibbles
 
-UNSUPPORTED = {
-    "bitsandbytes": "bitsandbytes", "gguf": "GGUF", "exl2": "EXL2", "exl3": "EXL3", "quanto": "quanto",
-    "hqq": "HQQ", "aqlm": "AQLM", "vptq": "VPTQ", "spqr": "SpQR", "eetq": "EETQ", "higgs": "HIGGS",
-    "bitnet": "BitNet", "quark": "Quark", "fp_quant": "FP-Quant", "auto-round": "AutoRound",
-    "quip": "QuIP", "marlin": "Marlin", "sinq": "SINQ", "nvfp4": "NVFP4",
-}  # fmt: skip
+UNSUPPORTED = packaged("capture.models", "unsupported.json", dict[str, str])
 PACKINGS = ("quantization_config", "compression_config")
 MODELOPT = "hf_quant_config.json"
 ELSEWHERE = ("torchao",)
