@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -114,23 +115,29 @@ def _bytes_at(address: int, num_bytes: int, ordinal: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
+class Again:
+    """A part of a share as a graph: a replay issues it again. No graph holds its share."""
+
+    def __init__(self, of: Any, issued: list[Any], part: range) -> None:
+        self.of, self.issued, self.part = weakref.ref(of), issued, part
+
+    def replay(self) -> None:
+        """The first part begins a run, the last one has its outputs."""
+        of: Any = self.of()
+        if self.part is of._parts[0]:
+            self.issued[:] = [share._Issue(of, is_rehearsal=False)]
+        (issue,) = self.issued
+        issue.run(self.part)
+        if self.part is of._parts[-1]:
+            of.outputs = issue.outputs()
+            self.issued.clear()
+
+
 def _capture(self: Any) -> list[Any]:
     if not self.is_rehearsed:
         self._rehearse()
     issued: list[Any] = []
-
-    class Again:
-        def __init__(again, part: range) -> None:
-            again.part = part
-
-        def replay(again) -> None:
-            if again.part is self._parts[0]:
-                issued[:] = [share._Issue(self, is_rehearsal=False)]
-            issued[0].run(again.part)
-            if again.part is self._parts[-1]:
-                self.outputs = issued[0].outputs()
-
-    return [Again(part) for part in self._parts]
+    return [Again(self, issued, part) for part in self._parts]
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:

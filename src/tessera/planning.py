@@ -26,7 +26,7 @@ from tessera.capture.models import another, check_positions, steps_of_model
 from tessera.errors import MismatchError, TesseraError
 from tessera.execute.lower import homes_of
 from tessera.execute.memory import footprints, ready_programs
-from tessera.ir.graph import StepFamily
+from tessera.ir.graph import StepFamily, widened
 from tessera.kernels import PAGE, is_paged
 from tessera.plan import FULL, QUICK, DeviceMemory, SearchConfig, fluid
 from tessera.plan.arrays import Floats, temporaries_of
@@ -100,7 +100,7 @@ class ServedSteps:
     def family(self) -> StepFamily:
         self.advance(f"{'compiling' if self.is_compiled else 'recording'} the served step")
         if self.is_compiled:
-            traces = compiled(self.anchors)
+            traces = widened(compiled(self.anchors))
         else:
             sizes = [*self.anchors, self._bare_step(CHECKED)]
             text = "recording the served step, {} of {}".format

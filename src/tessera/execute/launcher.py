@@ -78,19 +78,20 @@ class Launcher:
     def _arguments(self, launch: Launch, memory: Memory) -> tuple[list[Any], dict[str, Any]]:
         # Some operators compute otherwise if two arguments are one tensor.
         tensor = cache(lambda view: tensor_of(memory.get(view.buffer), view))
+        kwargs = {name: self._value(arg, tensor) for name, arg in launch.kwargs}
+        return [self._value(arg, tensor) for arg in launch.args], kwargs
 
-        def value(arg: Arg) -> Any:
-            if isinstance(arg, View):
-                return tensor(arg)
-            if isinstance(arg, tuple):
-                return [value(item) for item in arg]
-            if isinstance(arg, Symbol) and arg.kind == "complex":
-                return complex(arg.name)
-            if isinstance(arg, Symbol):  # the recorded device stands for the current one
-                return self._device if arg.kind == "device" else getattr(torch, arg.name)
-            return arg
-
-        return [value(arg) for arg in launch.args], {name: value(arg) for name, arg in launch.kwargs}
+    def _value(self, arg: Arg, tensor: Callable[[View], torch.Tensor]) -> Any:
+        """No closure: one that calls itself holds a launch's memory until garbage is collected."""
+        if isinstance(arg, View):
+            return tensor(arg)
+        if isinstance(arg, tuple):
+            return [self._value(item, tensor) for item in arg]
+        if isinstance(arg, Symbol) and arg.kind == "complex":
+            return complex(arg.name)
+        if isinstance(arg, Symbol):  # the recorded device stands for the current one
+            return self._device if arg.kind == "device" else getattr(torch, arg.name)
+        return arg
 
     def _check(self, index: int, tensor: torch.Tensor, view: View) -> None:
         layout = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())

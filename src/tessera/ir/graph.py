@@ -8,7 +8,7 @@ step's sizes, and recordings that differ otherwise are refused. Interpolated tra
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import cached_property, reduce
 from math import lcm
@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from tessera.errors import MismatchError, TesseraError
-from tessera.ir.trace import BufferKind, Step, Trace
+from tessera.ir.trace import Access, BufferKind, Launch, Region, Step, Trace
 
 PLACE = "--counts"
 # Requests are simulated run by run: a thousand runs of a small step take seconds.
@@ -154,6 +154,36 @@ def check_steps(traces: Sequence[Trace]) -> None:
             raise MismatchError(what, "Give it once, with its runs in --counts.")
     if "prefill" in kinds and "decode" in kinds and kinds.index("decode") < kinds.index("prefill"):
         raise MismatchError("the decode is given before the prefill", "Give the steps in the order they run.")
+
+
+def widened(traces: Sequence[Trace]) -> list[Trace]:
+    """Recordings of a step at several sizes, known to the same detail.
+
+    Where a launch is analyzed less exactly at one size, its access is of the whole buffer there. Such an
+    access is of the whole buffer at every size, and reads it, as the bytes that are not written stay.
+    """
+    if len({len(trace.launches) for trace in traces}) > 1:
+        return list(traces)
+    sizes = [[buffer.size_bytes for buffer in trace.buffers] for trace in traces]
+    columns = [_widened(launches, sizes) for launches in zip(*(t.launches for t in traces), strict=True)]
+    rows = zip(*columns, strict=True)
+    return [replace(trace, launches=row) for trace, row in zip(traces, rows, strict=True)]
+
+
+def _widened(launches: Sequence[Launch], sizes: Sequence[Sequence[int]]) -> Sequence[Launch]:
+    if len({len(launch.accesses) for launch in launches}) > 1 or not launches[0].accesses:
+        return launches
+    columns: list[Sequence[Access]] = []
+    for accesses in zip(*(launch.accesses for launch in launches), strict=True):
+        wholes = [Region(0, own[a.buffer]) for a, own in zip(accesses, sizes, strict=True)]
+        detail = {(a.region == whole, a.read) for a, whole in zip(accesses, wholes, strict=True)}
+        if len(detail) > 1 and any(is_whole for is_whole, _ in detail):
+            pairs = zip(accesses, wholes, strict=True)
+            columns.append([replace(a, region=whole, read=True) for a, whole in pairs])
+        else:
+            columns.append(accesses)
+    rows = zip(*columns, strict=True)
+    return [replace(launch, accesses=row) for launch, row in zip(launches, rows, strict=True)]
 
 
 class _Differs(Exception):

@@ -158,6 +158,8 @@ def _bytes(op: OpClass, kernel: Kernel, launch: Launch, views: tuple[View, ...])
         in_place = kernel.name.split(".")[1].endswith("_")
         return moved if in_place or not views else moved + 2 * _size(views[0])
     touched = _touched(launch, _visited(kernel, launch)) if launch.accesses else _seen(launch, views)
+    if kernel.name.startswith(tuple(INDUCTOR)) and _visited(kernel, launch) is None:
+        return touched - _idle_places(kernel, launch)
     if op is OpClass.GROUPED and len(views) > 1:
         return touched - _idle_experts(views)
     if _base(kernel.name) in RECURRENT:
@@ -183,6 +185,19 @@ def _touched(launch: Launch, visited: int | None = None) -> int:
     for view in (*_inputs(launch), *_outputs(launch)):
         items[view.buffer] = max(items.get(view.buffer, 1), item_bytes(view.dtype))
     return sum(min(r.num_bytes, visited * items.get(b, 16)) for b, r in touched)
+
+
+def _idle_places(kernel: Kernel, launch: Launch) -> int:
+    """Several kernels in one have no loop sizes as arguments. What such a kernel writes at unknown places, and
+    so seems to read, is as much as the most that it writes, or reads, elsewhere.
+    """
+    names = [name for name, kind in kernel.signature if kind != "constexpr"]
+    pairs = zip(names, launch.args, strict=False)
+    written = {v.buffer for name, v in pairs if name.startswith("out_ptr") and isinstance(v, View)}
+    scattered = [a for a in launch.accesses if a.read and a.write and a.buffer in written]
+    others = [a for a in launch.accesses if a not in scattered]
+    most = max((a.region.num_bytes for a in others if a.write or not any(o.write for o in others)), default=0)
+    return sum(2 * a.region.num_bytes - min(a.region.num_bytes, most) for a in scattered) if most else 0
 
 
 def _seen(launch: Launch, views: tuple[View, ...]) -> int:

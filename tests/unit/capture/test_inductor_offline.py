@@ -21,6 +21,7 @@ from tessera.capture.inductor import alike, cut, record_inductor, record_inducto
 from tessera.capture.offline import offline
 from tessera.errors import CaptureError
 from tessera.ir import BufferKind, Hazard, Origin, Step, Trace, load, save
+from tessera.profile import works
 
 
 @functools.cache
@@ -240,14 +241,20 @@ def test_the_tiny_llama_is_proved_and_has_fewer_launches_than_eager() -> None:
     assert [] == [x.immovable for x in made.launches if x.immovable]
 
 
+@functools.cache
+def compiled_tokens(model: str, tokens: int) -> Trace:
+    """A served step over a pool of pages that is larger than what it writes."""
+    with torch.device("meta"):
+        step = build(Step(model, "tokens", 4, tokens, reserve=4096))
+    return record_inductor_offline(step)
+
+
 @pytest.mark.parametrize(
     ("model", "tokens"), [("tiny-llama", 16), pytest.param("tiny-mamba", 4, marks=pytest.mark.slow)]
 )
 def test_steps_of_tokens_are_proved_and_write_their_state_in_place(model: str, tokens: int) -> None:
     """One attention launch a layer; pages and rows are written by kernels with known accesses."""
-    with torch.device("meta"):
-        step = build(Step(model, "tokens", 4, tokens, reserve=256))
-    found = record_inductor_offline(step)
+    found = compiled_tokens(model, tokens)
     names = [found.kernel_of(i).name for i in range(len(found.launches))]
     state = set(found.buffers_of(BufferKind.STATE))
     written = {a.buffer for launch in found.launches for a in launch.accesses if a.write}
@@ -256,3 +263,18 @@ def test_steps_of_tokens_are_proved_and_write_their_state_in_place(model: str, t
     assert num == names.count("tessera.paged_attention.default")
     assert state <= written
     assert not [launch.immovable for launch in found.launches if launch.immovable]
+
+
+def test_pages_are_priced_by_what_is_written_to_them() -> None:
+    """The kernel that writes keys and values does more, and names no sizes."""
+    found = compiled_tokens("tiny-llama", 16)
+    pages = {n for n in found.buffers_of(BufferKind.STATE) if found.buffers[n].name.startswith("keys")}
+    writes = [
+        number
+        for number, launch in enumerate(found.launches)
+        if any(access.write and access.buffer in pages for access in launch.accesses)
+    ]
+    size = min(found.buffers[number].size_bytes for number in pages)
+
+    assert len(pages) == len(writes)
+    assert max(works(found)[number].num_bytes for number in writes) < size / 4

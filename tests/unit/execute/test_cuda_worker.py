@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from tessera.errors import WorkerError
 from tessera.execute import driver, messages
 from tessera.execute.cuda.direct import Ipc, PeerAway
 from tessera.execute.cuda.graphs import DeviceGraphs
+from tessera.execute.cuda.measure import measure
 from tessera.execute.cuda.share import ShareGraph, _Issue
 from tessera.execute.cuda.transport import GpuTransport, InboxSpot
 from tessera.execute.engine_connection import EngineConnection
@@ -166,6 +168,25 @@ def test_weights_that_are_not_aligned_are_fetched_from_a_copy() -> None:
     assert found.nbytes() == size
     assert torch.equal(torch.empty(0, dtype=given.dtype).set_(found), given.flatten())
     assert graphs._pinned(0, index).data_ptr() == found.data_ptr()
+
+
+def test_what_a_measurement_held_is_free_when_it_ends() -> None:
+    """Not when garbage is collected: the next one needs the card's memory."""
+    made, weights = fetching(), workloads()[0].weights()
+    cluster, given = replace(made.cluster, devices=made.cluster.devices[:1], links=()), request(0)
+    gc.collect()
+    gc.disable()
+    try:
+        measure(made.unit, cluster, weights, given)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        left = [type(kept).__name__ for kept in gc.garbage]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+    assert not {"Tensor", "UntypedStorage"} & set(left), left
 
 
 class Clocked:

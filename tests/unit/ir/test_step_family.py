@@ -11,7 +11,7 @@ from tessera.capture import outlines, record_sizes
 from tessera.errors import MismatchError
 from tessera.flow import LoadSteps, anchors_of
 from tessera.ir import Step, Trace
-from tessera.ir.graph import StepFamily
+from tessera.ir.graph import StepFamily, widened
 from tessera.planning import ServedSteps
 from tessera.profile import make_cluster, parse_devices
 from tessera.profile.measured import combine
@@ -78,6 +78,25 @@ def test_a_served_step_is_known_at_every_size(model: str) -> None:
     price = steps.price(200, 40, 300)
     assert price.total_us(1) == pytest.approx(costs.total_us(1))
     assert 0 < price.temporary_bytes
+
+
+def test_a_size_that_is_analyzed_less_exactly_is_interpolated_from_too() -> None:
+    """Compilers divide a launch otherwise from some size on, and the part of a buffer that it reads is not
+    found: at all sizes it reads the whole then.
+    """
+    low, high = (recorded(Step("tiny-llama", "decode", batch, 20), "fake") for batch in (8, 48))
+    parts = [replace(a, region=replace(a.region, item_bytes=4)) for a in low.launches[0].accesses]
+    assert parts[0].region.start == 0
+    exact = replace(low, launches=(replace(low.launches[0], accesses=tuple(parts)), *low.launches[1:]))
+
+    family = StepFamily(tuple(map(build_graph, widened([exact, high]))))
+
+    launch = family.at(replace(low.step, batch=16)).trace.launches[0]
+    sizes = [buffer.size_bytes for buffer in family.at(replace(low.step, batch=16)).trace.buffers]
+    assert [access.region.num_bytes for access in launch.accesses] == [
+        sizes[a.buffer] for a in launch.accesses
+    ]
+    assert all(access.read for access in launch.accesses)
 
 
 def test_a_size_that_no_recording_varies_is_refused() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from profile_factories import TraceMaker, attention_trace, gemm_trace, unary_trace
+from profile_factories import TraceMaker, access, attention_trace, gemm_trace, unary_trace
 from tessera.ir import Access, Kernel, Launch, Origin, Trace, View, region
 from tessera.profile import OpClass, Work, class_of, works
 from tessera.profile.counts import is_zero_size
@@ -256,3 +256,23 @@ def test_a_compiled_kernel_touches_what_it_visits() -> None:
 
     assert 2 * 2 * 32768 == fused.num_bytes
     assert 2 * 32768 + 2 * 32 * 8 * 2048 * 128 == foreign.num_bytes
+
+
+def test_a_kernel_of_several_writes_no_more_to_unknown_places_than_elsewhere() -> None:
+    """Its sizes are no arguments: keys of 32,768 elements are written beside queries of as many."""
+    make = TraceMaker()
+    rows, cache, queries = make.tensor((32768,)), make.tensor((2048, 32768)), make.tensor((32768,))
+    places = tuple(
+        access(view, read=view is not queries, write=view is not rows) for view in (rows, cache, queries)
+    )
+    names = tuple((name, "*bf16") for name in ("in_ptr0", "out_ptr0", "out_ptr1"))
+    kernel = Kernel("triton_poi_fused_2", Origin.TRITON, signature=(*names, ("XBLOCK", "constexpr")))
+    base = make.done()
+    launch = Launch(0, (rows, cache, queries), (), (), places)
+    moved, in_place = (
+        works(Trace(base.step, (one,), base.buffers, (launch,), ()))[0].num_bytes
+        for one in (kernel, replace(kernel, signature=(names[0], ("in_out_ptr0", "*bf16"), names[2])))
+    )
+
+    assert 3 * 2 * 32768 == moved
+    assert 2 * 2 * 32768 + 2 * 2 * 2048 * 32768 == in_place
