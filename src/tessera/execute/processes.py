@@ -22,6 +22,8 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+from msgspec import UNSET, UnsetType
+
 from tessera.errors import TesseraError
 
 FORKSERVER = "forkserver"
@@ -113,6 +115,12 @@ class _Handed:
         return os.open(self._path, os.O_RDWR)
 
 
+def _unset() -> UnsetType:
+    return UNSET
+
+
+# By its name alone pickle looks for it in every module that is imported, some of which import others for that.
+ForkingPickler.register(UnsetType, lambda value: (_unset, ()))
 # The interface by which multiprocessing passes descriptors to a child.
 DESCRIPTORS = types.SimpleNamespace(DupFd=_Handed, duplicate_for_child=lambda fd: fd)
 

@@ -188,8 +188,8 @@ def _touched(launch: Launch, visited: int | None = None) -> int:
 
 
 def _idle_places(kernel: Kernel, launch: Launch) -> int:
-    """Several kernels in one have no loop sizes as arguments. What such a kernel writes at unknown places, and
-    so seems to read, is as much as the most that it writes, or reads, elsewhere.
+    """Several kernels in one have no loop sizes as arguments. What such a kernel writes at unknown places,
+    and so seems to read, is as much as the most that it writes, or reads, elsewhere.
     """
     names = [name for name, kind in kernel.signature if kind != "constexpr"]
     pairs = zip(names, launch.args, strict=False)

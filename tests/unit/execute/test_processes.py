@@ -1,20 +1,24 @@
 """Children of this machine: a hung one is killed, also when the process that forked it is dead."""
 
 import os
+import pickle
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from multiprocessing import forkserver
+from multiprocessing import Pipe, forkserver
 from multiprocessing.reduction import ForkingPickler
 from operator import methodcaller
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 import engine_factory
 from tessera.errors import TesseraError
-from tessera.execute.processes import FORKSERVER, LocalProcess, raise_file_limit, warm_up
+from tessera.execute.processes import FORKSERVER, LocalProcess, hand_over, raise_file_limit, warm_up
+from tessera.ir import View
 
 # Body of a child, which imports nothing for it.
 sleep = methodcaller("recv_bytes")
@@ -79,3 +83,26 @@ def test_a_trace_is_pickled_while_another_thread_computes_with_it() -> None:
     trace = replace(engine_factory.unit().graphs[0].trace, num_views=Asks())  # type: ignore[arg-type]
 
     assert 7 == ForkingPickler.loads(bytes(ForkingPickler.dumps(trace))).num_views
+
+
+def test_a_setup_is_handed_over_beside_modules_that_import_others_when_they_are_looked_through(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As some of transformers do, which were imported before Tessera."""
+
+    def importing(name: str) -> object:
+        raise ModuleNotFoundError(f"No module named 'torchvision', for {name}")
+
+    module = ModuleType("lazy")
+    module.__getattr__ = importing  # type: ignore[method-assign]
+    later = {name: sys.modules[name] for name in list(sys.modules) if name.partition(".")[0] == "msgspec"}
+    for name in later:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "lazy", module)
+    for name, one in later.items():
+        monkeypatch.setitem(sys.modules, name, one)
+    ours, theirs = Pipe()
+    with ours, theirs:
+        hand_over(ours, View(0, "float32", (2,), (1,)))
+
+        assert View(0, "float32", (2,), (1,)) == pickle.loads(theirs.recv_bytes())
