@@ -119,7 +119,7 @@ def _unset() -> UnsetType:
     return UNSET
 
 
-# By its name alone pickle looks for it in every module that is imported, some of which import others for that.
+# Pickle looks for it by its name in every module that is imported; some import others for that.
 ForkingPickler.register(UnsetType, lambda value: (_unset, ()))
 # The interface by which multiprocessing passes descriptors to a child.
 DESCRIPTORS = types.SimpleNamespace(DupFd=_Handed, duplicate_for_child=lambda fd: fd)
