@@ -262,6 +262,21 @@ def test_a_dilated_step_takes_its_modelled_time() -> None:
     assert sorted(times)[4] == pytest.approx(TARGETS_US[1] * len(traces[-1].launches), rel=0.05)
 
 
+def test_a_measurement_gives_its_memory_back_when_it_ends() -> None:
+    """Not when garbage is collected: workers need the card's memory next."""
+    card = make_cluster(parse_devices("cuda:0"))
+    measure(unit(), card, weights(), request(0))  # starts libraries, which keep their own
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    gc.disable()
+    try:
+        measure(unit(), card, weights(), request(0))
+
+        assert before == torch.cuda.memory_allocated()
+    finally:
+        gc.enable()
+
+
 def taken_s(plan: Plan) -> float:
     """Two requests at once, after two that are not counted."""
     with opened([plan]) as stepper:
