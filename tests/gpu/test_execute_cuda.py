@@ -264,7 +264,7 @@ def test_a_dilated_step_takes_its_modelled_time() -> None:
 
 def test_a_measurement_gives_its_memory_back_when_it_ends() -> None:
     """Not when garbage is collected: workers need the card's memory next."""
-    card = make_cluster(parse_devices("cuda:0"))
+    card = Cluster(parse_devices("cuda:0"), ())
     measure(unit(), card, weights(), request(0))  # starts libraries, which keep their own
     gc.collect()
     before = torch.cuda.memory_allocated()
