@@ -22,8 +22,6 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from msgspec import UNSET, UnsetType
-
 from tessera.errors import TesseraError
 
 FORKSERVER = "forkserver"
@@ -115,12 +113,6 @@ class _Handed:
         return os.open(self._path, os.O_RDWR)
 
 
-def _unset() -> UnsetType:
-    return UNSET
-
-
-# Pickle looks for it by its name in every module that is imported; some import others for that.
-ForkingPickler.register(UnsetType, lambda value: (_unset, ()))
 # The interface by which multiprocessing passes descriptors to a child.
 DESCRIPTORS = types.SimpleNamespace(DupFd=_Handed, duplicate_for_child=lambda fd: fd)
 

@@ -8,6 +8,7 @@ every index tuple. Ranges are half-open. Beyond MAX_STEPS comparisons regions co
 proof, True is not.
 """
 
+import copyreg
 import hashlib
 import math
 from dataclasses import dataclass
@@ -201,6 +202,14 @@ class Buffer:
 
 def item_bytes(dtype: str) -> int:
     return ITEM_BYTES.get(dtype, 1)
+
+
+def _unset() -> msgspec.UnsetType:
+    return msgspec.UNSET
+
+
+# Pickle looks for it by its name in every module that is imported; some import others for that.
+copyreg.pickle(msgspec.UnsetType, lambda value: (_unset, ()))
 
 
 class View(msgspec.Struct, frozen=True, tag=True):

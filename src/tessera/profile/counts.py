@@ -191,9 +191,8 @@ def _idle_places(kernel: Kernel, launch: Launch) -> int:
     """Several kernels in one have no loop sizes as arguments. What such a kernel writes at unknown places,
     and so seems to read, is as much as the most that it writes, or reads, elsewhere.
     """
-    names = [name for name, kind in kernel.signature if kind != "constexpr"]
-    pairs = zip(names, launch.args, strict=False)
-    written = {v.buffer for name, v in pairs if name.startswith("out_ptr") and isinstance(v, View)}
+    pairs = zip(kernel.signature, launch.args, strict=False)
+    written = {v.buffer for (name, _), v in pairs if name.startswith("out_ptr") and isinstance(v, View)}
     scattered = [a for a in launch.accesses if a.read and a.write and a.buffer in written]
     others = [a for a in launch.accesses if a not in scattered]
     most = max((a.region.num_bytes for a in others if a.write or not any(o.write for o in others)), default=0)
