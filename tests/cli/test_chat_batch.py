@@ -120,9 +120,9 @@ def test_batch_ends_when_it_is_interrupted(tmp_path: Path) -> None:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         words = ("batch", source, tmp_path / "out.jsonl", "--target", url)
         process = subprocess.Popen([sys.executable, "-m", "tessera", *map(str, words)])
-        silent.accept()
-        process.send_signal(signal.SIGINT)
-        assert 130 == process.wait(10)
+        with silent.accept()[0]:
+            process.send_signal(signal.SIGINT)
+            assert 130 == process.wait(10)
 
 
 def test_batch_ends_when_the_server_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
