@@ -6,6 +6,7 @@ import importlib.util
 import io
 import logging
 import os
+import signal
 import ssl
 import sys
 import threading
@@ -146,6 +147,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
     gc.disable()  # until tests are collected: what is imported stays
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # shells start what is in the background so
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # It looks through all loggers six times for each test; warnings are on standard error all the same.
     config.pluginmanager.set_blocked("logging-plugin")
     is_whole = bool(config.getoption("--whole"))

@@ -142,8 +142,11 @@ def test_the_process_of_a_killed_server_ends_itself() -> None:
         assert child.wait(4.0 * templates.ALARM_S) == -signal.SIGALRM
 
 
-def test_a_process_that_is_killed_from_outside_is_no_error_of_the_template() -> None:
+def test_a_process_that_is_killed_from_outside_is_no_error_of_the_template(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The next one renders the same conversation."""
+    monkeypatch.setattr(templates, "LIMIT_S", 30.0)
     template = ChatTemplate("{{ messages | length }}")
     child = template._child
     child.send_signal(signal.SIGSTOP)
