@@ -73,10 +73,10 @@ def make_plans(microbatches: int = 4) -> list[tuple[str, Plan]]:
     from tessera.flow import make_plan as plan_for
     from tessera.flow import make_unit, price
     from tessera.plan import PlanConfig
-    from tessera.profile import make_cluster, parse_devices
+    from tessera.profile import parse_devices, wire
 
     trace = record_step(Step("llama-3-8b", "decode", 32, 128), "fake")
-    cluster = make_cluster(parse_devices("emu:a100,emu:l40s"), "pcie4")
+    cluster = wire(parse_devices("emu:a100,emu:l40s"), ["pcie4"])
     unit = make_unit([trace])
     costs = price(unit, cluster)
     goals = (Objective.LATENCY, Objective.THROUGHPUT)

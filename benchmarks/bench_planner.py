@@ -170,13 +170,13 @@ def captured_cases() -> Iterator[tuple[str, Case]]:
     """Built-in models recorded at full size, on pairs of devices."""
     from tessera.capture import record_step
     from tessera.flow import make_unit, price
-    from tessera.profile import make_cluster, parse_devices
+    from tessera.profile import parse_devices, wire
 
     for model, steps, counts in CAPTURED:
         traces = [record_step(ir.Step(model, k, b, c, 0, r), "fake") for k, b, c, r in steps]
         unit = make_unit(traces, counts)
         for pair in PAIRS:
-            cluster = make_cluster(parse_devices(pair), "pcie4")
+            cluster = wire(parse_devices(pair), ["pcie4"])
             yield f"{model} {pair}", (unit, price(unit, cluster), cluster)
 
 

@@ -102,10 +102,10 @@ def _plan(row: Row, traces: Sequence[Any]) -> Any:
     from tessera import flow
     from tessera.ir import Objective
     from tessera.plan import PlanConfig
-    from tessera.profile import make_cluster, parse_devices
+    from tessera.profile import parse_devices, wire
 
     unit = flow.make_unit(traces)
-    cluster = make_cluster(parse_devices(DEVICES), LINK)
+    cluster = wire(parse_devices(DEVICES), [LINK])
     costs = flow.price(unit, cluster)
     plan = flow.make_plan(unit, costs, cluster, PlanConfig(Objective.THROUGHPUT, REQUESTS))
     if not _crosses(plan) and any(b.name == "layer-pipeline" and b.throughput_per_s for b in plan.baselines):

@@ -33,7 +33,7 @@ from tessera.execute.cuda.measure import whole_plan
 from tessera.flow import LoadSteps, make_unit, plan_steps
 from tessera.ir import Cluster, Load, Objective, Plan, Step, Trace
 from tessera.plan import Comparison, Option, PlanConfig
-from tessera.profile import make_cluster, parse_devices
+from tessera.profile import parse_devices, wire
 
 # Batches that are looked at, for every policy alike.
 BATCHES = (8, 32, 128, 512)
@@ -95,7 +95,7 @@ def searched(row: Row) -> Comparison:
 
 def _emulated(row: Row) -> Cluster:
     """The two GPUs, with as much of their memory as the model has of its layers."""
-    cluster = make_cluster(parse_devices(",".join(f"emu:{gpu}" for gpu in row.gpus)), row.link)
+    cluster = wire(parse_devices(",".join(f"emu:{gpu}" for gpu in row.gpus)), [row.link])
     devices = (replace(d, memory_bytes=int(d.memory_bytes * row.share)) for d in cluster.devices)
     return replace(cluster, devices=tuple(devices))
 

@@ -29,7 +29,7 @@ from tessera.flow import ReferenceRun, make_plan, run_reference
 from tessera.ir import Cluster, Costs, Device, Link, Objective, Plan, Timeline, load, save
 from tessera.kernels.tensors import same_bits
 from tessera.plan import PlanConfig
-from tessera.profile import make_cluster, parse_devices
+from tessera.profile import parse_devices, wire
 from tessera.profile.measured import combine
 from tessera.profile.store import fit_link
 
@@ -87,7 +87,7 @@ def priced(
     costs = tuple(replace(combine(g.trace, emulated, {})[0], devices=devices) for g in built.unit.graphs)
     targets = [[c.us for c in row] for cost in costs for row in cost.costs]
     scale = choose_scale(targets, [us for step in own for us in step], len(devices))
-    return make_cluster(devices, link), costs, scale
+    return wire(devices, [link]), costs, scale
 
 
 def make_plans(

@@ -175,7 +175,7 @@ def case(args: argparse.Namespace, text: str) -> dict[str, Any]:
     from benchmarks.gpu_serve_load import run_load
 
     from tessera.ir import Load
-    from tessera.profile import make_cluster, parse_devices
+    from tessera.profile import parse_devices, wire
     from tessera.serve.planning import prepare
     from tessera.serve.records import ServeSpec
     from tessera.serve.service import Service
@@ -185,7 +185,7 @@ def case(args: argparse.Namespace, text: str) -> dict[str, Any]:
     rest, _, size = rest.rpartition(":")
     devices, _, layers = rest.rpartition(":")
     num, rows = (int(n) for n in size.split("x"))
-    cluster = make_cluster(parse_devices(devices.replace("+", ",")), "pcie4")
+    cluster = wire(parse_devices(devices.replace("+", ",")), ["pcie4"])
     began, moments = time.monotonic(), list[Any]()
 
     def advance(what: str) -> None:

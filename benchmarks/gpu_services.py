@@ -46,7 +46,7 @@ def case(log: Log, args: argparse.Namespace, text: str, kept: dict[str, Any]) ->
 
     from tessera.ir import Load
     from tessera.planning import ServedSteps
-    from tessera.profile import make_cluster, parse_devices
+    from tessera.profile import parse_devices, wire
 
     text, _, names = text.partition("=")
     pair, lengths, limit = text.split(":")
@@ -55,7 +55,7 @@ def case(log: Log, args: argparse.Namespace, text: str, kept: dict[str, Any]) ->
     prompt, output = (round(sum(of) / len(kinds)) for of in zip(*kinds, strict=True))
     load = Load(prompt, output, lengths=mixture(kinds) if len(kinds) > 1 else (), tpot_ms=tpot_ms)
     devices = ",".join(f"cuda:0/as={gpu}" for gpu in pair.split("+"))
-    cluster, model = make_cluster(parse_devices(devices), args.link), named(MODEL, args.layers)
+    cluster, model = wire(parse_devices(devices), [args.link]), named(MODEL, args.layers)
     steps = ServedSteps(model, cluster, is_compiled=True)
     if model in kept:
         steps.__dict__["family"] = kept[model]

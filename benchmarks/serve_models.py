@@ -35,7 +35,7 @@ Tokens = list[int]
 
 def check(model: Model) -> Row:
     """One architecture."""
-    from tessera.profile import make_cluster, parse_devices
+    from tessera.profile import parse_devices, wire
     from tessera.serve.planning import prepare
     from tessera.serve.records import ServeSpec
     from tessera.serve.service import Service
@@ -44,7 +44,7 @@ def check(model: Model) -> Row:
     rng = random.Random(0)
     prompts = [[rng.randrange(3, 90) for _ in range(length)] for length in LENGTHS]
     spec = ServeSpec(capacity=128, max_batch_tokens=32, random_weights=True)
-    cluster = make_cluster(parse_devices(DEVICES), LINK)
+    cluster = wire(parse_devices(DEVICES), [LINK])
     begun_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         model.write(Path(folder))

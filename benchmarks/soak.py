@@ -39,7 +39,7 @@ from benchmarks.soak_http import soaked_minutes
 
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Load
-from tessera.profile import cap_memory, make_cluster, parse_devices
+from tessera.profile import cap_memory, parse_devices, wire
 from tessera.serve.planning import prepare
 from tessera.serve.policies import POLICIES
 from tessera.serve.records import AnswerPiece, Ask, Finish, Sampling, ServeSpec
@@ -159,7 +159,7 @@ def soaked(options: argparse.Namespace) -> dict[str, Any]:
         policies=tuple(names), effort="quick",
     )  # fmt: skip
     devices = cap_memory(parse_devices(options.devices), options.memory)
-    made = prepare(options.model, make_cluster(devices, options.link), spec)
+    made = prepare(options.model, wire(devices, [options.link]), spec)
     with (
         made.workers() as stepper,
         Service(

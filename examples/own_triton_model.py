@@ -16,7 +16,7 @@ from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import UnitRequest, make_plan, make_unit, price, run_reference
 from tessera.ir import Objective, Trace
 from tessera.plan import PlanConfig, explain
-from tessera.profile import make_cluster, parse_devices
+from tessera.profile import parse_devices, wire
 
 try:
     import triton
@@ -71,7 +71,7 @@ def main() -> None:
     unit = make_unit([trace])
     print(f"{len(trace.launches)} launches, {len(unit.graphs[0].edges)} dependencies")
 
-    cluster = make_cluster(parse_devices("emu:h20,emu:l40s"), "pcie4")
+    cluster = wire(parse_devices("emu:h20,emu:l40s"), ["pcie4"])
     costs = price(unit, cluster)
     print(explain(make_plan(unit, costs, cluster, PlanConfig(Objective.THROUGHPUT, 4))).verdict)
 

@@ -20,7 +20,7 @@ from tessera.execute.offline import run_offline
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Objective
 from tessera.plan import PlanConfig
-from tessera.profile import make_cluster, parse_devices
+from tessera.profile import parse_devices, wire
 
 STEPS, WIDTH, BATCH = 5, 256, 32
 
@@ -61,7 +61,7 @@ def main() -> None:
 
     step = workload(train, *data[0])
     unit = flow.make_unit([record(step)], [STEPS])
-    cluster = make_cluster(parse_devices("emu:a100,emu:l40s"), "pcie4")
+    cluster = wire(parse_devices("emu:a100,emu:l40s"), ["pcie4"])
     config = PlanConfig(Objective.LATENCY, 1, "layer-pipeline")
     plan = flow.make_plan(unit, flow.price(unit, cluster), cluster, config)
     placed = plan.lanes[0].placement.devices[0]

@@ -18,7 +18,7 @@ from tessera.ir import Cluster, Load, Objective, Step
 from tessera.plan import QUICK, PlanConfig
 from tessera.plan.service import compared
 from tessera.planning import ServedSteps, make_service_plan
-from tessera.profile import make_cluster, parse_devices
+from tessera.profile import parse_devices, wire
 from tessera.serve.rehearse import rehearse
 
 
@@ -53,7 +53,7 @@ def does_it_work(cluster: Cluster) -> bool:
 
 def main() -> None:
     """Asks, then tries."""
-    cluster = make_cluster(parse_devices("emu:h20,emu:l40s"), "ib200")
+    cluster = wire(parse_devices("emu:h20,emu:l40s"), ["ib200"])
     is_it_worth_it(cluster)
     print("over TCP, equal bit for bit" if does_it_work(cluster) else "DIFFERENT")
 

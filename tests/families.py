@@ -37,7 +37,7 @@ def step(model: str, kind: str, batch: int = BATCH) -> Step:
     if kind == "prefill":
         return Step(model, kind, batch, PROMPT, reserve=TOKENS)
     if kind == "tokens":
-        return Step(model, kind, batch, PROMPT, reserve=256)
+        return Step(model, kind, batch, PROMPT, reserve=256, pictures=model == "tiny-qwen2.5-vl")
     return Step(
         model, kind, batch, {"decode": PROMPT + TOKENS, "encode": PROMPT // 2, "denoise": PROMPT}[kind]
     )

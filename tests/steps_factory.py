@@ -10,7 +10,7 @@ import torch
 from tessera.execute.stepper import StepDone, Stepper
 from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Load, Plan
-from tessera.profile.devices import make_cluster, parse_devices
+from tessera.profile.devices import parse_devices, wire
 from tessera.serve.planning import Prepared, prepare
 from tessera.serve.records import ServeSpec
 from tessera.serve.step_inputs import Steps
@@ -29,7 +29,7 @@ def prepared(model: str = "tiny-llama", *policies: str) -> Prepared:
     """Two unlike devices; by default both of them beside one another, and divided for one request."""
     return prepare(
         model,
-        make_cluster(parse_devices(DEVICES), "pcie4"),
+        wire(parse_devices(DEVICES), ["pcie4"]),
         ServeSpec(
             2,
             ROWS,

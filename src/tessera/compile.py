@@ -45,7 +45,7 @@ from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import BufferKind, Cluster, Objective, Origin, Plan, Trace
 from tessera.kernels.tensors import same_bits
 from tessera.plan import PLANNERS, PlanConfig, search_config
-from tessera.profile import make_cluster, parse_devices
+from tessera.profile import parse_devices, wire
 
 # Graphs that keep their workers; others restart them on use.
 MAX_ENGINES = 8
@@ -87,7 +87,7 @@ class Options:
 
     def cluster(self) -> Cluster:
         try:
-            return make_cluster(parse_devices(self.devices), self.link)
+            return wire(parse_devices(self.devices), [self.link])
         except TesseraError as error:
             if isinstance(error, UnknownName):
                 raise

@@ -339,11 +339,8 @@ def _worthwhile(
         objectives.usd_per_hour(whole.cluster, devices)
     else:
         objectives.watts(whole.cluster, devices)
-    rated = []
-    for chosen in objectives.sets_of(whole.alike):
-        if len(chosen) < len(devices):
-            part = replace(whole, devices=chosen)
-            best = max((drafted(part, policy, objective) for policy in policies), default=0.0)
-            rated.append((best, part))
+    sets = (chosen for chosen in objectives.sets_of(whole.alike) if len(chosen) < len(devices))
+    parts = [replace(whole, devices=chosen) for chosen in sets]
+    rated = [(max((drafted(part, x, objective) for x in policies), default=0.0), part) for part in parts]
     ranked = sorted((row for row in rated if row[0] > 0.0), key=lambda row: -row[0])
     return [whole, *(part for _, part in ranked[:MAX_SETS])]

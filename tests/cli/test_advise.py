@@ -192,6 +192,17 @@ def test_a_search_that_has_no_time_left_says_so(
     assert any("lack of time" in note for note in found["notes"])
 
 
+def test_answers_of_one_token_are_advised_without_times_per_token(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """They have none, so every limit of it is kept and none is tried."""
+    words = ("--rate", "50", "--have", "l4", "--gpus", "l4", "--output", "1", "--slo-tpot-ms", "0.001")
+    found = advised(*words, capsys=capsys)
+
+    assert [0.0] == [way["tpot_ms"] for way in found["candidates"]]
+    assert [] == found["by_tpot"]
+
+
 @pytest.mark.slow
 def test_diffusion_is_counted_in_images(capsys: pytest.CaptureFixture[str]) -> None:
     """A request is one image, made in as many steps as are usual."""

@@ -21,19 +21,21 @@ from tessera.ir import ServicePlan, load
 
 DEVICES = "emu:a100,emu:l40s"
 SMALL = {"seqs": 4, "max_model_len": 256, "effort": "quick"}
+# On both devices, without a choice among policies.
+BOTH: dict[str, Any] = {"devices": DEVICES, "policy": "data-parallel", **SMALL}
 GREEDY = tessera.SamplingParams(max_tokens=8, temperature=0.0)
 PROMPTS = ["a", "Heterogeneous GPUs", "b" * 60]
 
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[tessera.LLM]:
-    with tessera.LLM("tiny-llama", devices=DEVICES, **SMALL) as made:
+    with tessera.LLM("tiny-llama", **BOTH) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def found() -> tessera.ModelPlan:
-    return tessera.plan("tiny-llama", DEVICES, load=(64, 16), effort="quick")
+    return tessera.plan("tiny-llama", "emu:a100", load=(64, 16), effort="quick")
 
 
 def post(url: str, body: dict[str, Any]) -> Any:
@@ -45,7 +47,7 @@ def post(url: str, body: dict[str, Any]) -> Any:
 
 def test_llm_answers_as_the_service_does(llm: tessera.LLM) -> None:
     answers = llm.generate(PROMPTS, GREEDY)
-    with tessera.serve("tiny-llama", devices=DEVICES, port=0, **SMALL) as server:
+    with tessera.serve("tiny-llama", port=0, **BOTH) as server:
         body = {"prompt": PROMPTS, "max_tokens": 8, "temperature": 0.0}
         served = post(f"{server.url}/v1/completions", body)
     assert [choice["text"] for choice in served["choices"]] == [answer.text for answer in answers]
@@ -116,7 +118,7 @@ def test_a_plan_is_refused_in_one_line(arguments: dict[str, Any], message: str) 
 
 def test_a_plan_is_for_the_lengths_of_its_load() -> None:
     load = tessera.Load(64, 16, spread="geometric", lengths=((96, 24), (32, 8)))
-    assert load == tessera.plan("tiny-llama", DEVICES, load, effort="quick").planned.plan.load  # type: ignore[union-attr]
+    assert load == tessera.plan("tiny-llama", "emu:a100", load, effort="quick").planned.plan.load  # type: ignore[union-attr]
 
 
 def test_options_that_a_simulation_does_not_use_are_refused(found: tessera.ModelPlan) -> None:

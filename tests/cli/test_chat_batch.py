@@ -155,6 +155,15 @@ STRANGE = {
 }
 
 
+def read_request(client: socket.socket) -> str:
+    """First line of a request, which is read whole: a connection closed before that is reset."""
+    with client.makefile("rb") as lines:
+        first = lines.readline().decode()
+        headers = dict(line.decode().lower().split(": ", 1) for line in iter(lines.readline, b"\r\n"))
+        lines.read(int(headers.get("content-length", 0)))
+    return first
+
+
 @pytest.mark.parametrize("name", STRANGE)
 def test_a_server_that_answers_strangely_is_one_line(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -167,8 +176,7 @@ def test_a_server_that_answers_strangely_is_one_line(
         def work() -> None:
             for _ in range(3 if models is MODELS else 2):
                 with listening.accept()[0] as client:
-                    asked = client.recv(2**16)
-                    client.sendall(models if b"/v1/models" in asked else answered)
+                    client.sendall(models if "/v1/models" in read_request(client) else answered)
 
         thread = threading.Thread(target=work)
         thread.start()

@@ -33,7 +33,7 @@ from tessera.execute.worker_stepper import WorkerStepper
 from tessera.flow import UnitRequest, make_unit
 from tessera.ir import Cluster, Cost, Costs, Lane, Objective, Placement, Plan, Source, Step, WorkUnit
 from tessera.kernels.tensors import same_bits
-from tessera.profile import make_cluster, parse_devices
+from tessera.profile import parse_devices, wire
 
 pytestmark = [
     pytest.mark.gpu,
@@ -108,7 +108,7 @@ def flat_costs(cluster: Cluster) -> tuple[Costs, ...]:
 
 def scattered(devices: str, seed: int = 0, lanes: int = 2) -> Plan:
     """Launches scattered at random: the worst case for transfers."""
-    cluster, rng = make_cluster(parse_devices(devices), "pcie4"), random.Random(seed)
+    cluster, rng = wire(parse_devices(devices), ["pcie4"]), random.Random(seed)
     num = len(cluster.devices)
     made = tuple(
         Lane(
@@ -128,7 +128,7 @@ def scattered(devices: str, seed: int = 0, lanes: int = 2) -> Plan:
 
 def apart(devices: Sequence[int]) -> Plan:
     """A lane for each of these dilated devices, wholly on it."""
-    cluster = make_cluster(parse_devices(DILATED), "pcie4")
+    cluster = wire(parse_devices(DILATED), ["pcie4"])
     lanes = tuple(whole_plan(unit(), cluster, d).lanes[0] for d in devices)
     return replace(whole_plan(unit(), cluster, 0), costs=flat_costs(cluster), lanes=lanes, microbatches=2)
 
@@ -316,7 +316,7 @@ def test_a_profiled_run_has_a_span_for_every_launch_and_transfer() -> None:
 
 def test_measured_costs_add_up_to_the_step() -> None:
     """Launches timed in their place sum to the whole step, on each part of the card."""
-    cluster = make_cluster(parse_devices(PARTS), "pcie4")
+    cluster = wire(parse_devices(PARTS), ["pcie4"])
     costs, times = measure(unit(), cluster, weights(), request(0))
 
     for step, cost in enumerate(costs):

@@ -33,7 +33,7 @@ from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Plan
 from tessera.kernels import NEWEST, PAGE
 from tessera.kernels.tensors import same_bits
-from tessera.profile import make_cluster, parse_devices
+from tessera.profile import parse_devices, wire
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,7 +51,7 @@ LARGE = (1024, 1024)
 
 def plans(devices: str, size: made.Size = made.SMALL) -> tuple[Plan, ...]:
     """A home on each device and one over both; and a plan of other steps at the first."""
-    cluster = make_cluster(parse_devices(devices), "pcie4")
+    cluster = wire(parse_devices(devices), ["pcie4"])
     ways = (((2, 4), [0], "left"), ((4, 2), [1], "right"), ((2,), [0, 1], "both"), ((3,), [0], "left"))
     return tuple(
         made.plan_of(tokens, places, home, cluster=cluster, size=size, device="cuda:0")

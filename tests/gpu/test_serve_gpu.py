@@ -16,7 +16,7 @@ from steps_factory import Local, built, working
 from tessera.execute.cuda.direct import MPS_PIPE
 from tessera.execute.stepper import StepCall, StepDone, Tensors
 from tessera.ir import Load
-from tessera.profile import make_cluster, parse_devices
+from tessera.profile import parse_devices, wire
 from tessera.serve.planning import Prepared, prepare
 from tessera.serve.records import Ask, ServeSpec
 from tessera.serve.service import Service
@@ -40,7 +40,7 @@ SLACK_BYTES = 16 << 20
 @functools.cache
 def prepared(devices: str) -> Prepared:
     """The tiny Llama from compiled code: the plan, one device, and a plan that crosses in every layer."""
-    cluster = make_cluster(parse_devices(devices), "pcie4")
+    cluster = wire(parse_devices(devices), ["pcie4"])
     names = ("single", "data-parallel", "prefill-decode", CROSSING)[: 4 if len(cluster.devices) > 1 else 1]
     return prepare(
         "tiny-llama",

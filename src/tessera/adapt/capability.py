@@ -74,8 +74,7 @@ class Capability:
         arrivals minus completions.
         """
         growth = (load_per_s - self.served_per_s(num_requests)) * window_s
-        is_sustained = load_per_s < self.capacity_per_s
-        end = self.usual(load_per_s) if is_sustained else num_requests + growth
+        end = self.usual(load_per_s) if load_per_s < self.capacity_per_s else num_requests + growth
         step, now, left_s, sum_s = (end - num_requests) / FLUID_STEPS, num_requests, window_s, 0.0
         for number in range(FLUID_STEPS):
             net = load_per_s - _interpolated(num_requests + step * (number + 0.5), *self._by_number)

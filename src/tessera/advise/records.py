@@ -8,7 +8,7 @@ from tessera.ir import MEMORY_SHARE, Cluster, Load, Objective
 from tessera.ir.timeline import HIDDEN
 from tessera.plan import FULL, SearchConfig
 from tessera.plan.rent import Basket
-from tessera.profile import GPUS, Gpu, gpu, make_cluster, parse_devices
+from tessera.profile import GPUS, Gpu, gpu, parse_devices, wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Market:
         devices = parse_devices(",".join(f"emu:{name}" for name in basket.gpus))
         prices = (dict(self.prices_of(gpu(d.gpu))).get(basket.provider, d.usd_per_hour) for d in devices)
         rented = (replace(d, usd_per_hour=usd) for d, usd in zip(devices, prices, strict=True))
-        return make_cluster(tuple(rented), self.link)
+        return wire(tuple(rented), [self.link])
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from tessera.ir.units import digits, total
 from tessera.plan import Comparison, Option
 from tessera.plan.comparison import times_text
 from tessera.plan.rent import Basket, Limit, Offer, baskets
-from tessera.profile import GPUS, Gpu, gpu, make_cluster, parse_devices, sureness
+from tessera.profile import GPUS, Gpu, gpu, parse_devices, sureness, wire
 from tessera.report import round_limits
 
 Planned = tuple[ServicePlan | Plan, Comparison]
@@ -126,7 +126,7 @@ class RatedCards:
 
 
 def _cluster(names: Sequence[str]) -> Cluster:
-    return make_cluster(parse_devices(",".join(f"emu:{name}" for name in names)), "pcie4")
+    return wire(parse_devices(",".join(f"emu:{name}" for name in names)), ["pcie4"])
 
 
 def _unfit(one: Gpu, market: Market, uses_bf16: bool) -> str:
@@ -200,7 +200,7 @@ def _best_of_each(options: Iterable[Option]) -> dict[str, Option]:
 def _regimes(cards: RatedCards, cluster: Cluster, comparison: Comparison, error: float) -> Iterable[Regime]:
     fastest = cards.rater.fastest(cluster)
     slowest = max(o.tpot_ms for o in (*comparison.baselines, comparison.chosen))
-    if fastest is None or cards.load.is_image:
+    if fastest is None or not slowest or cards.load.is_image:  # no time per token in answers of one
         return
     for limit in round_limits(fastest.tpot_ms, slowest):
         within = _best_of_each(cards.rater.drafts(cluster, limit))

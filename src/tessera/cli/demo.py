@@ -20,7 +20,7 @@ from tessera.cli.run import overlap, run_plans, shares
 from tessera.errors import TesseraError, WorkerError
 from tessera.ir import Cluster, GroupSize, Load, Objective, Plan, ServicePlan, Step, Timeline, save
 from tessera.plan import QUICK, PlanConfig
-from tessera.profile import make_cluster, parse_devices
+from tessera.profile import parse_devices, wire
 from tessera.report import layer_picture, main_lane, write_perfetto, write_report
 from tessera.simulate import simulate
 
@@ -132,7 +132,7 @@ def plan_full(options: plan_model.PlannedLoad) -> plan_model.PlannedModel:
 
 
 def _cluster(devices: str, link: str) -> Cluster:
-    cluster = make_cluster(parse_devices(devices), link)
+    cluster = wire(parse_devices(devices), [link])
     if len(cluster.devices) < 2:
         remedy = "Name two or more, such as emu:a100,emu:l40s."
         raise TesseraError("the demo divides work, and one device divides none", remedy, "--devices")

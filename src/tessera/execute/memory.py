@@ -29,7 +29,7 @@ from tessera.execute.schedule import until_wait
 from tessera.ir import units
 from tessera.kernels import BY_ROW, is_paged
 from tessera.kernels.choice import LATE_INPUTS
-from tessera.kernels.tensors import flat_bytes as flat_bytes  # noqa: PLC0414 - for execute.cuda
+from tessera.kernels.tensors import flat_bytes
 
 # programs[lane][index]
 Programs = Sequence[Sequence[ir.Program]]

@@ -113,6 +113,7 @@ class _Run(Watcher[int]):
                     self.on_wait()
         finally:  # leaves the stepper usable after an interruption
             self._scheduler.drain(DRAIN_S)
+            del self._scheduler  # it watches through this run: a cycle would hold all tensors
         return OfflineRun(self.results, self._faults)
 
     def now_s(self) -> float:

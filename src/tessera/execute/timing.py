@@ -31,8 +31,7 @@ from pathlib import Path
 
 import torch
 
-from tessera.errors import CannotTime, TesseraError
-from tessera.errors import first_line as first_line  # noqa: PLC0414 - for execute.cuda
+from tessera.errors import CannotTime, TesseraError, first_line
 from tessera.execute.driver import LOOK_S
 from tessera.execute.launcher import Launcher, generator_buffer
 from tessera.execute.memory import Memory, Storage, bind_storages, fresh

@@ -300,6 +300,8 @@ class Step:
     adapters: tuple[str, ...] = ()
     # For kind=tokens: attention window of each page table, 0: none. Empty: one table, no window.
     windows: tuple[int, ...] = ()
+    # For serving: the step encodes a picture, or takes embeddings of pictures.
+    pictures: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ lengths other than their mean.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, permutations, product
 
 import numpy as np
@@ -32,6 +33,8 @@ LAYER_PIPELINE, ATTENTION_FFN = "layer-pipeline", "attention-ffn"
 DIVIDED = (LAYER_PIPELINE, ATTENTION_FFN, "kernel-level")
 # Within 0.01 % of the optimum on up to four devices.
 BOUND_ROUNDS = 400
+# Tokens of the smallest step.
+TILE = 8
 POLICIES = (SINGLE, DATA_PARALLEL, PREFILL_DECODE, FRACTIONAL, *DIVIDED)
 
 
@@ -188,9 +191,18 @@ class FluidModel:
         return _pages(max(held, longest)) * PAGE + PAGE
 
     def fits(self, device: int, pool_tokens: int, price: StepPrice) -> bool:
-        memory = self.cluster.devices[device].memory_bytes
+        return self.needed(pool_tokens, price) <= self.cluster.devices[device].memory_bytes
+
+    def needed(self, pool_tokens: int, price: StepPrice) -> float:
+        """Memory of a device that holds the model."""
         held = self.model.weights + pool_tokens * self.model.token
-        return held <= self.config.memory_share * memory and held + price.temporary_bytes <= memory
+        return max(held / self.config.memory_share, held + price.temporary_bytes)
+
+    @property
+    def least_bytes(self) -> float:
+        """Memory of one device for the smallest service."""
+        group = self._mixed((0,), TILE)
+        return self.needed(group.pool_tokens, self.price(TILE, group.sequences, group.length))
 
     @cached_property
     def used(self) -> tuple[int, ...]:
@@ -242,7 +254,8 @@ class FluidModel:
         return min(self._drafts(policy), key=lambda d: (self.excess(d), d.tpot_ms, d.ttft_ms), default=None)
 
     def excess(self, draft: ServiceDraft) -> float:
-        return self.load.excess(draft.tpot_ms, draft.ttft_ms)
+        # An answer of one token has no time per token.
+        return self.load.excess(draft.tpot_ms if self.answers else 0.0, draft.ttft_ms)
 
     def _drafts(self, policy: str) -> list[ServiceDraft]:
         if policy not in self._by_policy:
@@ -292,48 +305,54 @@ class FluidModel:
         return self._draft(policy, [group], per_s, tpot_ms, ttft_ms)
 
     def _alone(self, device: int, policy: str) -> Iterator[ServiceDraft]:
-        for tokens, every in self._rhythms():
-            group = self._mixed((device,), tokens, every=every)
-            largest = group.sizes[-1]
-            if group.sequences > self.config.most_sequences or largest > self.config.most_tokens:
-                continue
-            price = self.price(largest, group.sequences, group.length)
-            step_us = reading_us = price.total_us(device)
-            if not self.fits(device, group.pool_tokens, price):
-                continue
-            if every > 1:
-                plain = self.price(group.sizes[0], group.sequences, group.length)
-                # A prompt is read at once, so steps are full only where several wait.
-                steps = max(1.0, 0.5 + self.load.prompt_tokens / (largest - self._answering(tokens)))
-                reading = steps * tokens / (self.answers + self.load.prompt_tokens)
-                share = max(1.0 / every, 1.0 - math.exp(-reading))
-                step_us = share * step_us + (1.0 - share) * plain.total_us(device)
-            yield self._timed(policy, group, tokens, step_us, every, reading_us)
+        for tokens in self._filling(partial(self._steady, device, policy)):
+            drafts = (self._steady(device, policy, tokens, every) for every in self._rhythms(tokens))
+            yield from (draft for draft in drafts if draft is not None)
 
-    def _rhythms(self) -> Iterator[tuple[int, int]]:
-        """Tokens of a step, and steps per step with prompt tokens."""
-        prompt = self.config.longer * self.load.prompt_tokens
-        for tokens in self.step_tokens:
-            every = set(self.config.every)
-            if self.load.ttft_ms is not None:
-                chunk = tokens - self._answering(tokens)
-                every |= {math.ceil(prompt / (chunk * steps)) for steps in self.config.reading_steps}
-            yield from product((tokens,), sorted(every))
+    def _filling(self, fits: Callable[[int], object]) -> list[int]:
+        """`step_tokens`, and the largest step that fits."""
+        every = sorted({_rounded(tokens) for tokens in range(TILE, self.config.most_tokens + 1, TILE)})
+        num = bisect_left(every, True, key=lambda tokens: not fits(tokens))
+        return sorted({*self.step_tokens, *every[:num][-1:]})
+
+    def _steady(self, device: int, policy: str, tokens: int, every: int = 1) -> ServiceDraft | None:
+        """None: it does not fit."""
+        group = self._mixed((device,), tokens, every=every)
+        largest = group.sizes[-1]
+        if group.sequences > self.config.most_sequences or largest > self.config.most_tokens:
+            return None
+        price = self.price(largest, group.sequences, group.length)
+        step_us = reading_us = price.total_us(device)
+        if not self.fits(device, group.pool_tokens, price):
+            return None
+        if every > 1:
+            plain = self.price(group.sizes[0], group.sequences, group.length)
+            # A prompt is read at once, so steps are full only where several wait.
+            steps = max(1.0, 0.5 + self.load.prompt_tokens / (largest - self._answering(tokens)))
+            reading = steps * tokens / (self.answers + self.load.prompt_tokens)
+            share = max(1.0 / every, 1.0 - math.exp(-reading))
+            step_us = share * step_us + (1.0 - share) * plain.total_us(device)
+        return self._timed(policy, group, tokens, step_us, every, reading_us)
+
+    def _rhythms(self, tokens: int) -> list[int]:
+        """Steps per step with prompt tokens."""
+        every = set(self.config.every)
+        if self.load.ttft_ms is not None:
+            prompt, chunk = self.config.longer * self.load.prompt_tokens, tokens - self._answering(tokens)
+            every |= {math.ceil(prompt / (chunk * steps)) for steps in self.config.reading_steps}
+        return sorted(every)
 
     def _replicas(self, policy: str) -> Iterator[ServiceDraft]:
         """A group per device; for each time per token of some device, the best groups within it. Devices
         without one are left out.
         """
-        each = {kind: list(self._alone(kind[0], policy)) for kind in self.kinds}
-        rows = list(chain(*each.values()))
+        alone = {kind: list(self._alone(kind[0], policy)) for kind in self.kinds}
         if policy == SINGLE:
-            yield from rows
+            yield from chain(*alone.values())
             return
-        firsts = {math.inf}
-        if self.load.ttft_ms is not None:
-            each = {kind: _undominated(options) for kind, options in each.items()}
-            rows = list(chain(*each.values()))
-            firsts = {row.ttft_ms for row in rows}
+        each = {kind: _undominated(options) for kind, options in alone.items()}
+        rows = list(chain(*each.values()))
+        firsts = {math.inf} if self.load.ttft_ms is None else {row.ttft_ms for row in rows}
         for limit, first in product(sorted({row.tpot_ms for row in rows}), sorted(firsts)):
             pairs = [
                 (max(within, key=lambda row: row.tokens_per_s), kind)
@@ -378,11 +397,9 @@ class FluidModel:
     def _seats(self, device: int, policy: str) -> Iterator[_Seat]:
         role = Role.ANSWERS if policy == PREFILL_DECODE else Role.MIXED
         for sequences in dict.fromkeys(_even(size) for size in self._sizes(2 * self.config.per_doubling)):
-            if sequences > self.config.most_sequences:
-                break
             pool = self.pool_tokens(sequences, self.length)
             plain = self.price(sequences, sequences, self.length)
-            if not self.fits(device, pool, plain):
+            if sequences > self.config.most_sequences or not self.fits(device, pool, plain):
                 break
             plain_us = plain.total_us(device)
             if role is Role.ANSWERS:
@@ -463,19 +480,21 @@ class FluidModel:
                 yield replace(draft, groups=groups, tokens_per_s=copies * draft.tokens_per_s)
 
     def _lanes(self, policy: str) -> Iterator[ServiceDraft]:
-        num, config = len(self.used), self.config
-        if num < 2:
-            return
+        num = len(self.used)
         # A host reads its weights again for every microbatch.
-        depths = (1, 2) if self.has_host else (num, num + 1, 2 * num)
-        for in_flight, tokens in product(depths, self.step_tokens):
-            group = self._mixed(self.used, tokens, in_flight)
-            if group.sequences > config.most_sequences:
-                continue
-            price = self.price(tokens, group.sequences, group.length)
-            times = (self._host_us if self.has_host else self._lane_us)(policy, price, group)
-            if (step_us := min(times, default=None)) is not None:
-                yield self._timed(policy, group, tokens, step_us)
+        for in_flight in (1, 2) if self.has_host else (num, num + 1, 2 * num) if num > 1 else ():
+            draft = partial(self._lane, policy, in_flight)
+            yield from (fitting for tokens in self._filling(draft) if (fitting := draft(tokens)) is not None)
+
+    def _lane(self, policy: str, in_flight: int, tokens: int) -> ServiceDraft | None:
+        """None: it does not fit."""
+        group = self._mixed(self.used, tokens, in_flight)
+        if group.sequences > self.config.most_sequences:
+            return None
+        price = self.price(tokens, group.sequences, group.length)
+        times = (self._host_us if self.has_host else self._lane_us)(policy, price, group)
+        step_us = min(times, default=None)
+        return None if step_us is None else self._timed(policy, group, tokens, step_us)
 
     def _lane_us(self, policy: str, price: StepPrice, group: GroupDraft) -> Iterator[float]:
         model, num = self.model, len(self.used)
@@ -670,5 +689,5 @@ def _even(number: float) -> int:
 
 def _rounded(tokens: float, how: Callable[[float], int] = round) -> int:
     """A multiple of the tiles in which products are computed."""
-    step = 64 if tokens >= 128 else 16 if tokens >= 32 else 8
+    step = 64 if tokens >= 128 else 16 if tokens >= 32 else TILE
     return step * how(tokens / step)

@@ -21,19 +21,21 @@ other launch orders.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 
 import numpy as np
 
 from tessera import ir
 from tessera.ir.graph import ancestors
-from tessera.plan.arrays import Bools, Floats, Ints, Labels, Transit, transits_of
+from tessera.plan.arrays import Floats, Ints, Labels, Transit, transits_of
 from tessera.plan.config import SearchConfig
 from tessera.plan.problem import Column, Problem
 
 # The time on a forbidden device.
 NEVER_US = 1e15
 MAX_READERS = 8
+# Compared at once with all behind them.
+FEW_ROWS = 64
 # Lowers bounds by more than the rounding error.
 ROUNDING = 1e-8
 # Price factors of state moves, and which step comes first.
@@ -189,16 +191,16 @@ def _closure(latency_us: Floats) -> Floats:
 
 
 def non_dominated(flat: Floats) -> Ints:
-    """Rows that no earlier row dominates; flat[column, row]."""
-    is_no_later = _before(flat.shape[1]).copy()
-    for column in flat:
-        is_no_later &= column[:, None] <= column
-    return np.flatnonzero(~is_no_later.any(axis=0))
-
-
-@cache
-def _before(num: int) -> Bools:
-    return np.triu(np.ones((num, num), dtype=np.bool_), 1)
+    """Rows that no earlier row dominates; flat[column, row]. Mostly the first few dominate most others."""
+    left, kept = np.arange(flat.shape[1]), list[Ints]()
+    while len(left):
+        is_no_later = np.triu(np.ones((min(FEW_ROWS, len(left)), len(left)), dtype=np.bool_), 1)
+        for column in flat.take(left, axis=1):
+            is_no_later &= column[: len(is_no_later), None] <= column
+        stays = np.asarray(~is_no_later.any(axis=0))
+        kept.append(left[:FEW_ROWS][stays[:FEW_ROWS]])
+        left = left[FEW_ROWS:][stays[FEW_ROWS:]]
+    return np.concatenate(kept)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -396,9 +398,8 @@ def joined(
 
 def _moving_us(problem: Problem, step: int, homes: dict[str, int]) -> Floats:
     """[launch, device], charged to the state's first use."""
-    graph = problem.unit.graphs[step]
     charged = np.zeros((len(problem.node_of[step]), problem.num_devices))
-    for name, (size, first) in graph.states.items():
+    for name, (size, first) in problem.unit.graphs[step].states.items():
         if name in homes:
             charged[first] += size * problem.us_per_byte[homes[name]]
     return charged
@@ -487,8 +488,7 @@ def solve(problem: Problem, extra: Sequence[Column], allowed: Allowed, config: S
     for price, sign in JOINED if len(steps) > 1 else JOINED[:1]:
         if best_us <= bound * (1 + config.met):
             break
-        labels = joined(layouts, steps, price, sign, config)
-        if labels is not None:
+        if (labels := joined(layouts, steps, price, sign, config)) is not None:
             better, better_us = _fastest(clock, [labels], allowed)
             best, best_us = (better, better_us) if better_us < best_us else (best, best_us)
     return Fastest(best, best_us, min(bound, best_us))

@@ -275,7 +275,7 @@ def _slack(load: Load, draft: ServiceDraft, expected: Expected, slack: float) ->
             (load.tpot_ms, draft.tpot_ms, expected.tpot_ms),
             (load.ttft_ms, draft.ttft_ms, expected.ttft_ms),
         )
-        if limit is not None
+        if limit is not None and rehearsed  # no time per token in answers of one
     ]
     missed = [ratio for ratio, is_missed in ratios if is_missed]
     if missed:
@@ -298,10 +298,7 @@ def _nearest(
 
 def _refusal(fluid: FluidModel, missed: Sequence[ServicePlan]) -> PlanInfeasible:
     if not missed:
-        need = (fluid.model.weights + fluid.model.token * 2 * fluid.length) / 1e9
-        return PlanInfeasible(
-            f"the model and one request need {need:.3g} GB and room to compute, more than these have",
-            "Add a device, or plan for shorter requests.",
-        )
+        message = f"the model and a few requests need {1.005e-9 * fluid.least_bytes:.3g} GB of one device"
+        return PlanInfeasible(message, "Add a device, or plan for shorter requests.")
     times_ms = [(plan.rival.expected.tpot_ms, plan.rival.expected.ttft_ms) for plan in missed]
     return too_slow("service", *min(times_ms, key=lambda times: fluid.load.excess(*times)))

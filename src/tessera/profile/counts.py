@@ -188,12 +188,12 @@ def _touched(launch: Launch, visited: int | None = None) -> int:
 
 
 def _idle_places(kernel: Kernel, launch: Launch) -> int:
-    """Several kernels in one have no loop sizes as arguments. What such a kernel writes at unknown places,
-    and so seems to read, is as much as the most that it writes, or reads, elsewhere.
+    """Several kernels in one have no loop sizes as arguments. What such a kernel is given to write alone, at
+    unknown places, and so seems to read, is as much as the most that it writes, or reads, elsewhere.
     """
-    pairs = zip(kernel.signature, launch.args, strict=False)
-    written = {v.buffer for (name, _), v in pairs if name.startswith("out_ptr") and isinstance(v, View)}
-    scattered = [a for a in launch.accesses if a.read and a.write and a.buffer in written]
+    named = zip(kernel.signature, launch.args, strict=False)
+    given = {v.buffer for (name, _), v in named if isinstance(v, View) and not name.startswith("out_ptr")}
+    scattered = [a for a in launch.accesses if a.read and a.write and a.buffer not in given]
     others = [a for a in launch.accesses if a not in scattered]
     most = max((a.region.num_bytes for a in others if a.write or not any(o.write for o in others)), default=0)
     return sum(2 * a.region.num_bytes - min(a.region.num_bytes, most) for a in scattered) if most else 0

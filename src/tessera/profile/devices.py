@@ -11,8 +11,8 @@ A device list is comma-separated:
     cuda:N/as=GPU  each launch dilated to its time on another GPU
     away:GPU[:N]   N GPUs of other machines, the first that each worker sees
 
-Repeated devices get a suffix (`emu:a100#1`) and share a card or node evenly. `emu:l40s=20GB` caps memory. A
-card is a known GPU if its name contains every word of that GPU's key.
+Repeated devices get a suffix (`emu:a100#1`) and share a card or node evenly. A card is a known GPU if its
+name contains every word of that GPU's key.
 
 A link spec names a link for all pairs ("pcie4") or for one: "emu:a100-emu:l40s=nvlink" both ways,
 "emu:a100>emu:l40s=ib100" one way. Links of a bus carry one message at a time.
@@ -229,10 +229,6 @@ def _check_fit(devices: Sequence[Device], card: Card) -> None:
         raise TesseraError(message, "Give smaller parts.", PLACE)
 
 
-def make_cluster(devices: tuple[Device, ...], link: str) -> Cluster:
-    return wire(devices, [link])
-
-
 def wire(devices: tuple[Device, ...], words: Sequence[str] = (), buses: Sequence[str] = ()) -> Cluster:
     plain = [word for word in words if "=" not in word or word in LINKS]
     if len(plain) > 1:
@@ -266,7 +262,7 @@ def _links(name: str, pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str],
     links = {(x.src, x.dst): x for x in stored_links()}
     for a, b in pairs:
         if (a, b) not in links:
-            remedy = f"Measure it: tessera profile --links --devices {a},{b}"
+            remedy = f"Name its kind, or measure it: tessera profile --links --devices {a},{b}"
             raise TesseraError(f"no link from {a} to {b} was measured", remedy, "--link")
     return {pair: links[pair] for pair in pairs}
 

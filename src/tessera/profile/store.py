@@ -47,9 +47,9 @@ Kind = Literal["launch", "failed", "whole", "link"]
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    us: float
+    us: Annotated[float, msgspec.Meta(ge=0)]
     # Half of the 95 % interval.
-    half_us: float
+    half_us: Annotated[float, msgspec.Meta(ge=0)]
     num: int
 
     @property
@@ -175,8 +175,8 @@ class LinkFit:
     src: Annotated[str, shown("from")]
     dst: Annotated[str, shown("to")]
     via: str
-    latency_us: float
-    gbps: float
+    latency_us: Annotated[float, msgspec.Meta(ge=0)]
+    gbps: Annotated[float, msgspec.Meta(gt=0)]
     # Median, relative.
     rel_error: Annotated[float, shown("fit", "error")]
     # With the other direction busy.
@@ -184,7 +184,7 @@ class LinkFit:
     # (bytes, median microseconds)
     samples: Annotated[tuple[tuple[int, float], ...], HIDDEN]
     # From the host's memory; 0: not measured.
-    fetch_gbps: Annotated[float, HIDDEN] = 0.0
+    fetch_gbps: Annotated[float, HIDDEN, msgspec.Meta(ge=0)] = 0.0
     # See `Link`.
     fetch_slowdown: Annotated[float, HIDDEN] = 1.0
 

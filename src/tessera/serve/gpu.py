@@ -31,7 +31,7 @@ from tessera.profile.measured import combine
 from tessera.serve.compiling import CompileProcess
 from tessera.serve.pages import steady
 from tessera.serve.records import ServeSpec
-from tessera.serve.steps import ServedModel, refuse_pictures, served, weight_bytes
+from tessera.serve.steps import ServedModel, served, weight_bytes
 
 # Smaller steps would cost the same: the weight reads.
 MAX_BATCH_TOKENS, MIN_SIZE = 2048, 64
@@ -84,7 +84,6 @@ class GpuBackend:
         card = str(driver.card(self.cluster.devices[0].ordinal))
         with built_on(card, model, self.spec.seed, Path(place_of(model)).is_dir()):
             plain = self._served(model)()
-        refuse_pictures(plain)
         placed = self.placed(plain)
         torch.cuda.empty_cache()  # for the workers
         return placed

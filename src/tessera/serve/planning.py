@@ -61,7 +61,7 @@ PAGES_SHARE, HOST_BATCH_TOKENS = 0.2, 512
 # Steps on GPUs of other machines.
 AWAY_BATCH_TOKENS, AWAY_MIN_SIZE = 2048, 64
 MAX_WEIGHT_BYTES = 64 << 20
-PACKAGES = ("torch", "transformers", "triton", "aiconfigurator-core")
+PACKAGES = ("torch", "transformers", "triton", "aiconfigurator-core", "pillow", "torchvision")
 _UNREADABLE = (
     OSError, EOFError, ValueError, LookupError, TypeError, RuntimeError, pickle.UnpicklingError, TesseraError,
     msgspec.MsgspecError,
@@ -74,14 +74,14 @@ class KeptModel:
 
     shape: Shape
     tensors: Mapping[str, torch.Tensor]
-    # A model that reads pictures is not kept.
+    # A model that takes pictures is not kept.
     picture_inputs: ClassVar[None] = None
     picture_reader: ClassVar[None] = None
 
     @classmethod
     def of(cls, model: "ServedModel | KeptModel") -> "KeptModel | None":
         weights = model.weights()
-        if sum(tensor.nbytes for tensor in weights.values()) > MAX_WEIGHT_BYTES or model.picture_reader:
+        if sum(tensor.nbytes for tensor in weights.values()) > MAX_WEIGHT_BYTES or model.picture_inputs:
             return None
         return cls(model.shape, weights)
 
@@ -213,14 +213,13 @@ class HostBackend(CpuBackend):
     def build(self, model: str) -> "ServedModel":
         from tessera.capture.workload import on_device
         from tessera.serve.gpu import built_on
-        from tessera.serve.steps import for_host, refuse_pictures, served
+        from tessera.serve.steps import for_host, served
 
         card = next(d for d in self.cluster.devices if d.kind is ir.DeviceKind.CUDA)
         (pool_bytes,) = self.memory_bytes
         with built_on(f"cuda:{card.ordinal}", model, self.spec.seed):
             spec = self.spec.sized(HOST_BATCH_TOKENS)
             plain = for_host(served(model, spec, min_size=1, pool_bytes=pool_bytes))
-        refuse_pictures(plain)
         return replace(plain, workloads=tuple(on_device(w, "cpu") for w in plain.workloads))
 
 
@@ -251,9 +250,6 @@ class AwayBackend(CpuBackend):
             )
 
     def capture(self, model: "ServedModel", advance: Listener) -> list[ir.Trace]:
-        from tessera.serve.steps import refuse_pictures
-
-        refuse_pictures(model)
         return record_sizes([workload.step for workload in model.workloads])
 
 
@@ -276,15 +272,22 @@ def prepare(
     advance: Listener = lambda what: None,
 ) -> Prepared:
     """`kept` is the folder of kept plans; None: always plan."""
-    backend = _backend(cluster, spec, is_compiled)
+    from tessera.serve.policies import SPLITS
+
     if plan is not None:
         check_plan(plan, model, cluster)
+    has_card = any(device.kind is ir.DeviceKind.CUDA for device in cluster.devices)
+    if plan is not None or has_card or {*spec.policies} & {*SPLITS}:
+        spec = replace(spec, text_only="pictures need cpu or emu: devices, and no --plan or split of roles")
+    backend = _backend(cluster, spec, is_compiled)
 
     def build() -> "ServedModel":
         advance(f"building {model}")
         built = backend.build(model)
         if built.reason:
             advance(f"{model} reads one token of each sequence a step, in prompts too: {built.reason}")
+        if built.text_only:
+            advance(f"{model} serves text only: {built.text_only}")
         return built
 
     # The argument `plan` stays while its devices do.
@@ -293,9 +296,10 @@ def prepare(
     def make() -> Prepared:
         backend.begin(model, is_early=plan is None)
         planned = plan or _for_load(model, cluster, spec, advance)
-        if planned is not None:
-            return _follow(build(), planned, backend, following, advance)
-        return _plan(build(), backend, advance)
+        built = build()
+        if planned is not None and built.encode is None:
+            return _follow(built, planned, backend, following, advance)
+        return _plan(built, backend, advance)
 
     if kept is None:
         return make()

@@ -115,8 +115,9 @@ class ServicePlanner:
         shape = self.shape
 
         def price(tokens: int, sequences: int, length: int) -> fluid.StepPrice:
-            step = min(bisect_left(shape.sizes, tokens), len(self.costs) - 1)
-            us = [self.costs[step].total_us(device) for device in range(len(self.cluster.devices))]
+            costs = self.costs[-len(shape.sizes) :]  # after encode
+            step = min(bisect_left(shape.sizes, tokens), len(costs) - 1)
+            us = [costs[step].total_us(device) for device in range(len(self.cluster.devices))]
             return fluid.StepPrice(np.array([us]), 0)
 
         has_pictures = any(graph.trace.step.kind == "encode" for graph in self.unit.graphs)

@@ -128,6 +128,8 @@ class ServeSpec:
     adapters: tuple[tuple[str, str], ...] = ()
     # By module: how often each expert is chosen.
     expert_frequencies: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    # Why prompts have no pictures; empty: they have them if the model takes them.
+    text_only: str = ""
 
     def sized(self, max_batch_tokens: int) -> "ServeSpec":
         """With a default for the tokens of a step."""
@@ -160,11 +162,11 @@ class Sampling:
 @dataclass(frozen=True, eq=False)
 class PromptPicture:
     start: int
-    patches: "torch.Tensor"
+    pixels: "torch.Tensor"
 
     @cached_property
     def digest(self) -> bytes:
-        values = self.patches.float().numpy().tobytes()
+        values = self.pixels.float().numpy().tobytes()
         return blake2b(values + self.start.to_bytes(8, "little"), digest_size=16).digest()
 
 

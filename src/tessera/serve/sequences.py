@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
+from tessera.capture.models.examples import PIXELS
 from tessera.execute.stepper import StepCall, StepDone, Tensors
 from tessera.kernels import PAGE
 from tessera.kernels.choice import max_edits
@@ -154,7 +155,8 @@ class SequenceBatch:
         self._wait(sequence)
 
     def _seated(self, request: ActiveRequest, row: int | None = None) -> SeatedSequence:
-        pictures = None if self._picture_inputs is None else SequencePictures(request.ask.pictures)
+        seen = self._picture_inputs
+        pictures = None if seen is None else SequencePictures(request.ask.pictures, seen.form)
         row = heappop(self._unused_rows) if row is None else row
         sequence = SeatedSequence(request, self._num_turns, row, pictures, self._can_give)
         self._num_turns += 1
@@ -364,12 +366,11 @@ class SequenceBatch:
             return None
         for sequence in self._begun:
             assert sequence.pictures is not None, "every sequence of such a model has them"
-            patches = sequence.pictures.patches_after(sequence.read)
-            if patches is not None:
+            pixels = sequence.pictures.pixels_after(sequence.read)
+            if pixels is not None:
                 assert self._steps.encode is not None, "such a model has the step"
                 self._encoding = sequence
-                inputs = {**self._picture_inputs.fixed, "patches": patches}
-                return self._steps.call(self.number, self._steps.encode, inputs)
+                return self._steps.call(self.number, self._steps.encode, {PIXELS: pixels})
         return None
 
     def _plan(self) -> list[Part]:

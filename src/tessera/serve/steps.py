@@ -4,7 +4,7 @@ A language model has one kind of step, some tokens of some sequences (`capture.m
 over the same pages; a vision-language model has encode steps too. Each size is captured, planned and made a
 graph, so sizes are few.
 
-Not handled: pictures for folders of other vision-language models than Qwen2.5-VL, which read text.
+Not handled: pictures of models that `capture.models.pictures` refuses, which read text.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tessera.capture import Workload, build, known_models, place_of
+from tessera.capture import Workload, build, known_models, place_of, record
 from tessera.capture.models import another, checkpoint
+from tessera.capture.models.examples import PIXELS
+from tessera.capture.models.generic import takes
 from tessera.capture.models.joined import JoinedLinear
 from tessera.capture.models.packed import PackedWeight
 from tessera.capture.models.paged import GATHERED, layout_of, max_positions, num_dense
-from tessera.capture.models.vision import PICTURE_TOKENS
+from tessera.capture.models.pictures import form_of
 from tessera.errors import CaptureError, TesseraError, UnknownName
 from tessera.ir import Group, Step, units
 from tessera.kernels import PAGE, max_pages
@@ -48,6 +50,8 @@ class ServedModel:
     workloads: tuple[Workload, ...]
     # Why every step has one token of each sequence.
     reason: str = ""
+    # Why prompts have no pictures; empty also for a model without eyes.
+    text_only: str = ""
 
     @property
     def encode(self) -> Workload | None:
@@ -95,13 +99,12 @@ def served(
         _check_bytes(model, weight_bytes(place), max_bytes)
     smallest = smallest_step(place, spec)
     first = build(smallest)
-    config: Any = getattr(first.module, "config", None)
+    config = _text_config(first, model)
     is_packed = any(isinstance(weight, PackedWeight) for weight in first.module.parameters())
     ratio = RATIO
     if is_packed and min_size > PACKED_SIZE:
         min_size, ratio = PACKED_SIZE, PACKED_RATIO
-    has_pictures = _has_pictures(config, model)
-    config = config.get_text_config()
+    steps, text_only = _encode_step(first, spec)
     layout = layout_of(first.module)
     is_flat, gathers, windows = layout.is_packed, layout.kind in GATHERED, layout.windows or (0,)
     most_tokens = 1 if gathers else spec.max_batch_tokens or MAX_BATCH_TOKENS
@@ -116,10 +119,9 @@ def served(
         most, least = (PAGE * max_pages(n, windows, sizes[-1]) for n in (size, min(size, capacity or PAGE)))
         fitting = room / each // PAGE * PAGE if each else float("inf")
         pool_tokens = int(max(least, min(rows * most, fitting - PAGE))) + PAGE
-    steps = [replace(smallest, kind="encode", context=PICTURE_TOKENS, reserve=0)] if has_pictures else []
     pool_tokens = PAGE * pages_for(pool_tokens)
     length = min(size, spec.load.prompt_tokens + spec.load.output_tokens // 2)
-    pages = replace(smallest, reserve=pool_tokens, rows=rows, length=length)
+    pages = replace(smallest, reserve=pool_tokens, rows=rows, length=length, pictures=bool(steps))
     if gathers:
         size = min(size, num_dense(first.module, pages))
         if capacity is not None and size < capacity:
@@ -130,7 +132,15 @@ def served(
         has_rows=bool(layout.rows), windows=windows,
     )  # fmt: skip
     steps += [replace(pages, batch=shape.num_sequences(x), context=x) for x in sizes]
-    return ServedModel(model, shape, tuple(another(first, step) for step in steps), layout.reason)
+    workloads = tuple(another(first, step) for step in steps)
+    return ServedModel(model, shape, workloads, layout.reason, text_only)
+
+
+def _text_config(first: Workload, model: str) -> Any:
+    config: Any = getattr(first.module, "config", None)
+    if getattr(config, "model_type", None) is None:
+        raise UnknownName("model to serve", model, servable_models())
+    return config.get_text_config()
 
 
 def smallest_step(place: str, spec: ServeSpec) -> Step:
@@ -243,17 +253,17 @@ def _check_bytes(model: str, size: int, most: int) -> None:
         raise TesseraError(message, remedy, "--devices")
 
 
-def _has_pictures(config: object, model: str) -> bool:
-    family = getattr(config, "model_type", None)
-    if family is None:
-        raise UnknownName("model to serve", model, servable_models())
-    return bool(family == "qwen2_5_vl")
-
-
-def refuse_pictures(model: ServedModel) -> None:
-    if model.encode is not None:
-        message = "models that see are served on worker processes"
-        raise TesseraError(message, "Name cpu or emu: devices.", "--devices")
+def _encode_step(first: Workload, spec: ServeSpec) -> tuple[list[Step], str]:
+    """None, and why, if a model that sees takes no pictures."""
+    if not takes(first.module, PIXELS) or spec.text_only:
+        return [], spec.text_only if takes(first.module, PIXELS) else ""
+    try:
+        size = int(form_of(first.module, first.step.model).is_image.sum())
+        step = replace(first.step, kind="encode", context=size, reserve=0, pictures=True)
+        record(another(first, step))
+    except TesseraError as error:
+        return [], error.message
+    return [step], ""
 
 
 def servable_models() -> list[str]:

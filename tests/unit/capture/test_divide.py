@@ -21,7 +21,7 @@ from tessera.capture.divide import (
 from tessera.execute.memory import copied, part_of, whole_of
 from tessera.execute.reference import InOrder
 from tessera.ir import BufferKind, Step, Trace, View
-from tessera.profile import cap_memory, make_cluster, parse_devices, works
+from tessera.profile import cap_memory, parse_devices, wire, works
 from tessera.profile.cpus import CPUS, price_on_cpu
 
 
@@ -150,8 +150,8 @@ def test_a_model_is_divided_only_beside_a_host_and_where_it_does_not_fit() -> No
     trace = record(build(Step("tiny-gpt-oss", "call", 1, 1)))
     devices = parse_devices("emu:l40s,emu:cpu-xeon-8480")
     small = cap_memory(devices, ["emu:l40s=2MB"])
-    assert division_for(make_cluster(devices, "pcie4"), [trace]) is None
-    assert division_for(make_cluster(small, "pcie4"), [trace]) == DivideConfig(plain_bytes=250_000)
-    assert division_for(make_cluster(small[:1], "pcie4"), [trace]) is None
+    assert division_for(wire(devices, ["pcie4"]), [trace]) is None
+    assert division_for(wire(small, ["pcie4"]), [trace]) == DivideConfig(plain_bytes=250_000)
+    assert division_for(wire(small[:1], ["pcie4"]), [trace]) is None
     two = (small[0], replace(small[0], name="emu:l40s#1"))
-    assert division_for(make_cluster(two, "pcie4"), [trace]) is None
+    assert division_for(wire(two, ["pcie4"]), [trace]) is None

@@ -11,6 +11,7 @@ from sampling import num_layers, one_of_each
 from tessera.analyze import build_graph
 from tessera.capture import build, known_models
 from tessera.errors import CaptureError, MismatchError
+from tessera.flow import make_unit
 from tessera.ir import BufferKind, Step, Trace
 
 Tensors = dict[str, torch.Tensor]
@@ -82,7 +83,7 @@ def test_text_after_an_image_agrees_with_the_models_own_forward() -> None:
     with torch.no_grad():
         embeds = language.embed_tokens(tokens)
         features = model.model.visual(
-            pixels["patches"], grid_thw=torch.tensor([[1, 6, 8]] * families.BATCH)
+            pixels["pixel_values"], grid_thw=torch.tensor([[1, 6, 8]] * families.BATCH)
         ).pooler_output
         embeds[:, places] = features.view(families.BATCH, -1, embeds.shape[-1])
         hidden = language(inputs_embeds=embeds, position_ids=rotary).last_hidden_state[:, -1]
@@ -93,7 +94,7 @@ def test_text_after_an_image_agrees_with_the_models_own_forward() -> None:
 
 def test_positions_of_an_image_are_those_of_the_model() -> None:
     """Time, height and width of image tokens, and of the text after them, as Hugging Face computes them."""
-    from tessera.capture.models.vision import NUM_LEADING, grid_of, rotary
+    from tessera.capture.models.vision import NUM_LEADING, grid_of, grid_places, rotary
 
     model = module_of("tiny-qwen2.5-vl")
     width, num = families.PROMPT, families.PROMPT // 2
@@ -105,7 +106,7 @@ def test_positions_of_an_image_are_those_of_the_model() -> None:
     grid = torch.tensor([[1, rows * merge, columns * merge]])
     wanted, _ = model.model.get_rope_index(tokens, mm_token_type_ids=types, image_grid_thw=grid)
 
-    assert wanted[:, 0].tolist() == rotary(np.arange(width), [NUM_LEADING], num).tolist()
+    assert wanted[:, 0].tolist() == rotary(np.arange(width), [NUM_LEADING], grid_places(num)).tolist()
 
 
 @pytest.mark.parametrize("model", families.LANGUAGE)
@@ -171,6 +172,13 @@ def test_an_image_of_another_size_is_refused() -> None:
 
     with pytest.raises(MismatchError, match="half the prefill's context"):
         prefill.follow({}, 0, {"image": torch.zeros(2, 5, 128)})
+
+
+def test_a_served_step_reads_parts_of_pictures() -> None:
+    """Its picture input has a row for each of its tokens, and not those of one encode."""
+    encode = families.trace("tiny-qwen2.5-vl", "encode", batch=1)
+
+    assert 2 == len(make_unit([encode, families.trace("tiny-qwen2.5-vl", "tokens")]).graphs)
 
 
 @pytest.mark.parametrize(("model", "kind"), SAMPLE)

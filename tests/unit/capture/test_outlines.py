@@ -35,7 +35,7 @@ def test_the_package_has_the_usual_llama() -> None:
     """A decode of few launches, none of them with code."""
     found = shipped(DECODE)
 
-    assert 400 < len(found.launches) < 500
+    assert 350 < len(found.launches) < 450
     assert any(k.origin is Origin.TRITON for k in found.kernels)
     assert not any(k.ptx or k.source for k in found.kernels)
 

@@ -62,6 +62,12 @@ def built(name: str, layout: str = FLAT, sequences: int = SEQUENCES) -> Workload
     return build(step_of(name, layout, sequences))
 
 
+@cache
+def seeing() -> Workload:
+    """The step of a built-in model that sees."""
+    return build(step_of("tiny-qwen2.5-vl", pictures=True))
+
+
 def folder_step(model: Model, place: Path, layout: str) -> Workload:
     """The step of a small model of an architecture."""
     model.write(place)
@@ -278,7 +284,7 @@ def test_a_step_can_be_recorded_without_a_gpu_and_weights() -> None:
 
 def test_a_picture_stands_in_the_place_of_its_tokens() -> None:
     """Where `is_image` says so, the embedding is the picture's and the token does not matter."""
-    workload = built("tiny-qwen2.5-vl")
+    workload = seeing()
     inputs = workload.make_inputs(0)
     inputs["is_image"][0] = True
     other = {n: t.clone() for n, t in inputs.items()}
@@ -293,14 +299,14 @@ def test_a_picture_stands_in_the_place_of_its_tokens() -> None:
 
 def test_tokens_that_are_not_used_are_no_pictures() -> None:
     """They share a slot of the first page: what they write must not depend on which of them is last."""
-    workload = built("tiny-qwen2.5-vl")
+    workload = seeing()
     for inputs in map(workload.make_inputs, range(10)):
         assert not inputs["is_image"][inputs["query_starts"][-1] :].any()
 
 
 def test_text_is_answered_as_by_generate_by_a_model_that_sees() -> None:
     """Without pictures, positions in time, height and width are those of the text."""
-    check_answers(built("tiny-qwen2.5-vl"), num=3)
+    check_answers(seeing(), num=3)
 
 
 @pytest.mark.parametrize(("sequences", "tokens", "positions"), [(4, 3, 256), (4, 8, 250), (4, 8, PAGE)])

@@ -1,12 +1,15 @@
 """Runs at the edges: empty tensors, results that no launch made, and errors inside a worker."""
 
+import gc
 import os
 import signal
+import weakref
 from collections.abc import Callable, Mapping
 
 import pytest
 import torch
 
+from clocked_stepper import ClockedStepper, plan_of
 from factories import make_plan
 from tessera.capture import Workload, record
 from tessera.errors import WorkerError
@@ -126,3 +129,17 @@ def test_a_wait_for_a_frozen_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 
     assert {0} == late[0]
     assert same_bits(run.results[0].outputs[0]["y"], torch.arange(8.0) + 1)
+
+
+def test_a_request_is_free_when_its_run_has_ended() -> None:
+    """Nothing that ran it holds its tensors until garbage is collected."""
+    stepper, asked = ClockedStepper([plan_of([0])]), Once(torch.arange(8.0))
+    held = weakref.ref(asked)
+    gc.collect()
+    gc.disable()
+    try:
+        run_offline(stepper, [asked])
+        del asked
+        assert held() is None
+    finally:
+        gc.enable()

@@ -13,7 +13,7 @@ from tessera.flow import LoadSteps, anchors_of
 from tessera.ir import Step, Trace
 from tessera.ir.graph import StepFamily, widened
 from tessera.planning import ServedSteps
-from tessera.profile import make_cluster, parse_devices
+from tessera.profile import parse_devices, wire
 from tessera.profile.measured import combine
 
 # Their batches and lengths are those of other tests, so that few are recorded.
@@ -69,7 +69,7 @@ def test_a_planned_batch_that_is_recorded_otherwise_is_planned_again_as_it_is_re
 )
 def test_a_served_step_is_known_at_every_size(model: str) -> None:
     """Tokens, sequences, pages and length are its sizes; a sixth recording is what they give."""
-    steps = ServedSteps(model, make_cluster(parse_devices("emu:h20,emu:l40s"), "pcie4"))
+    steps = ServedSteps(model, wire(parse_devices("emu:h20,emu:l40s"), ["pcie4"]))
     other = steps.step(200, 40, 16_384, 300)
     (recorded_other,) = record_sizes([other])
 
@@ -106,27 +106,32 @@ def test_a_size_that_no_recording_varies_is_refused() -> None:
         StepFamily((low, high)).at(replace(low.trace.step, batch=16, context=24))
 
 
-def test_small_sizes_that_compile_otherwise_are_not_interpolated_from(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("fewer", [{16: 1}, {16: 1, 48: 2}], ids=str)
+def test_sizes_that_compile_otherwise_are_not_interpolated_from(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fewer: dict[int, int]
 ) -> None:
-    """Compilers choose other launches for few rows; the next two recordings are alike and serve all sizes."""
+    """Compilers choose other launches for few rows, and for many; the next two alike serve all sizes."""
     made = []
 
     def compiled(step: Step) -> Trace:
         made.append(step.batch)
         trace = recorded(step, "fake")
-        return trace if step.batch > 16 else replace(trace, launches=trace.launches[:-1], outputs=())
+        number = len(trace.launches) - fewer.get(step.batch, 0)
+        whole = number == len(trace.launches)
+        return trace if whole else replace(trace, launches=trace.launches[:number], outputs=())
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("tessera.flow.record_compiled", compiled)
     asked = Step("tiny-llama", "decode", 1, 20)
     steps = LoadSteps([asked], [1], is_compiled=True)
 
-    assert [16, 48, 64] == made
+    sizes = [16, 48, 64, 128][: len(fewer) + 2]
+    assert sizes == made
     number = len(steps.at(64).graphs[0].trace.launches)
     assert number == len(steps.at(32).graphs[0].trace.launches)
     assert number == len(steps.at(16).graphs[0].trace.launches) + 1
-    (tmp_path / "tessera" / "outlines" / outlines.name_of(replace(asked, batch=16))).unlink()
-    assert (48, 64) == anchors_of(asked)
+    for batch in fewer:
+        (tmp_path / "tessera" / "outlines" / outlines.name_of(replace(asked, batch=batch))).unlink()
+    assert tuple(sizes[-2:]) == anchors_of(asked)
     assert number == len(LoadSteps([asked], [1], is_compiled=True).at(16).graphs[0].trace.launches)
-    assert [16, 48, 64] == made
+    assert sizes == made

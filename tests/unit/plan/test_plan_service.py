@@ -11,9 +11,9 @@ import pytest
 from factories import make_chain, make_plan
 from tessera.errors import PlanInfeasible
 from tessera.ir import Cluster, Expected, Group, Load, Role, ServicePlan
-from tessera.plan.fluid import DIVIDED, QUICK_FLUID, FluidModel, ModelBytes, ServiceDraft, StepPrice
+from tessera.plan.fluid import DIVIDED, FLUID, QUICK_FLUID, FluidModel, ModelBytes, ServiceDraft, StepPrice
 from tessera.plan.service import Rehearse, plan_service
-from tessera.profile import make_cluster, parse_devices
+from tessera.profile import parse_devices, wire
 
 # A card that computes fast and reads slowly, and one that reads fast: us a token, us a step, us a sequence.
 RATES = {"emu:l40s": (80.0, 20_000.0, 250.0), "emu:h20": (130.0, 5_000.0, 50.0)}
@@ -33,7 +33,7 @@ def price(cluster: Cluster) -> Callable[[int, int, int], StepPrice]:
 
 
 def fluid(devices: str, load: Load, token_bytes: int = 131_072) -> FluidModel:
-    cluster = make_cluster(parse_devices(devices), "pcie4")
+    cluster = wire(parse_devices(devices), ["pcie4"])
     return FluidModel(load, cluster, price(cluster), ModelBytes(WEIGHTS, token_bytes))
 
 
@@ -186,7 +186,7 @@ def test_drafts_may_be_limited_to_some_devices() -> None:
     [
         (Load(1024, 256, tpot_ms=0.5), 131_072, "no service keeps to the limits: the nearest takes"),
         (Load(1024, 256, ttft_ms=0.5), 131_072, "no service keeps to the limits"),
-        (Load(1024, 256), 1 << 28, "need .* GB and room to compute, more than these have"),
+        (Load(1024, 256), 1 << 28, "the model and a few requests need .* GB of one device"),
     ],
 )
 def test_what_cannot_be_kept_is_said_in_a_line(load: Load, token_bytes: int, message: str) -> None:
@@ -281,15 +281,16 @@ def test_of_equal_rates_a_much_shorter_time_per_token_decides(
     assert policy == found.policy
 
 
-def test_answers_of_one_token_are_planned_by_their_rate() -> None:
-    """None has a time per token, so none is quicker by it."""
+@pytest.mark.parametrize("tpot_ms", [None, 0.01])
+def test_answers_of_one_token_are_planned_by_their_rate(tpot_ms: float | None) -> None:
+    """None has a time per token, so none is quicker by it, and every limit of it is kept."""
 
     def rehearse(plan: ServicePlan, load: Load, clients: int | None) -> Expected:
         rate, ttft_ms = (980.0, 500.0) if plan.policy == "single" else (1000.0, 1000.0)
         return Expected(rate, 0.0, 0.0, ttft_ms, 0.0, (1.0, 1.0), (), 1)
 
-    names = ("single", "data-parallel")
-    found = plan_service([fluid("emu:h20,emu:l40s", Load(64, 1))], no_plan, rehearse, policies=names)
+    names, load = ("single", "data-parallel"), Load(64, 1, tpot_ms=tpot_ms)
+    found = plan_service([fluid("emu:h20,emu:l40s", load)], no_plan, rehearse, policies=names)
     assert "data-parallel" == found.policy
 
 
@@ -386,3 +387,37 @@ def test_requests_are_taken_away_down_to_one() -> None:
 
     assert found.expected is not None
     assert found.expected.clients == 1
+
+
+def test_memory_is_filled_between_two_step_sizes() -> None:
+    """Where it is short, a quick plan, which tries two sizes per doubling, is as good as a full one."""
+    found = divided("emu:h20,emu:l40s", token_bytes=1 << 21)
+    full, quick = (
+        replace(found, config=config).drafts("layer-pipeline")[0].tokens_per_s
+        for config in (FLUID, QUICK_FLUID)
+    )
+    assert quick == pytest.approx(full, rel=0.01)
+
+
+@pytest.mark.parametrize(("policy", "token_bytes"), [("single", 1 << 21), ("layer-pipeline", 1 << 22)])
+def test_steps_are_as_small_as_memory_asks(policy: str, token_bytes: int) -> None:
+    """Also below the sizes that are tried elsewhere."""
+    best = divided("emu:l40s,emu:l40s", token_bytes).drafts(policy)[0]
+    assert best.groups[0].sizes[-1] < FLUID.least_tokens
+
+
+@pytest.mark.parametrize("lengths", [(64, 32), (2048, 64), (16, 1)])
+def test_memory_that_a_refusal_names_is_enough(lengths: tuple[int, int]) -> None:
+    """On one device."""
+    found = fluid("emu:h20", Load(*lengths), token_bytes=1 << 22)
+
+    def with_gb(num: float) -> FluidModel:
+        device = replace(found.cluster.devices[0], memory_bytes=int(1e9 * num))
+        return replace(found, cluster=replace(found.cluster, devices=(device,)))
+
+    with pytest.raises(PlanInfeasible) as refused:
+        plan_service([with_gb(18.0)], no_plan, rehearsed())
+    (gb,) = re.findall(r"need ([\d.]+) GB", str(refused.value))
+
+    assert with_gb(float(gb)).drafts("single")
+    assert not with_gb(0.98 * float(gb)).drafts("single")

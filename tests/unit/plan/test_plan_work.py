@@ -19,7 +19,7 @@ from tessera.flow import make_unit, price
 from tessera.plan.pricing import milp
 from tessera.plan.problem import build
 from tessera.plan.solve import PLANNERS, PlanConfig, solve
-from tessera.profile import make_cluster, parse_devices
+from tessera.profile import parse_devices, wire
 
 # A process that imports no torch.
 PLACES = """
@@ -40,7 +40,7 @@ def test_a_process_that_stands_still_for_seconds_finds_the_same_placement(tmp_pa
     """It is stopped within the solver for longer than the search takes: the program's first node, of a decode
     of Llama 3 8B on two cards, takes most of a second.
     """
-    cluster = make_cluster(parse_devices("emu:a100,emu:l40s"), "pcie4")
+    cluster = wire(parse_devices("emu:a100,emu:l40s"), ["pcie4"])
     trace = outlines.find(ir.Step("llama-3-8b", "decode", 16, 1280))
     assert trace is not None
     unit = make_unit([trace])

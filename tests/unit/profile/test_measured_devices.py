@@ -4,7 +4,7 @@ import pytest
 
 from tessera.errors import TesseraError, UnknownName
 from tessera.ir import Device, DeviceKind, Link
-from tessera.profile import make_cluster, parse_devices
+from tessera.profile import parse_devices, wire
 from tessera.profile.devices import Card, gpu_of
 
 H200 = Card("NVIDIA H200", 150_000_000_000, 132)
@@ -125,7 +125,7 @@ def test_measured_links_join_the_devices_they_were_measured_between(monkeypatch:
     links = (Link("cpu", "cpu#1", "measured", 3.0, 5.0), Link("cpu#1", "cpu", "measured", 4.0, 6.0))
 
     monkeypatch.setattr("tessera.profile.store.stored_links", lambda: links)
-    cluster = make_cluster(devices, "measured")
+    cluster = wire(devices, ["measured"])
 
     assert (3.0, 6.0) == (cluster.links[0].latency_us, cluster.links[1].gbps)
 
@@ -134,6 +134,7 @@ def test_a_link_that_was_not_measured_names_the_command(monkeypatch: pytest.Monk
     """No guess in place of a measurement."""
     monkeypatch.setattr("tessera.profile.store.stored_links", lambda: ())
     with pytest.raises(
-        TesseraError, match=r"no link from cpu to cpu#1 was measured. Measure it: tessera prof"
+        TesseraError,
+        match=r"no link from cpu to cpu#1 was measured. Name its kind, or measure it: ",
     ):
-        make_cluster(parse_devices("cpu,cpu"), "measured")
+        wire(parse_devices("cpu,cpu"), ["measured"])

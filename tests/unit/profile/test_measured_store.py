@@ -103,7 +103,12 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
         Store(path, machine())
 
 
-@pytest.mark.parametrize("row", [{}, {"kind": "session"}, {"kind": "whole", "timing": []}])
+TIMED = {"us": -1.0, "half_us": 0.1, "num": 9}
+
+
+@pytest.mark.parametrize(
+    "row", [{}, {"kind": "session"}, {"kind": "whole", "timing": []}, {"kind": "launch", "timing": TIMED}]
+)
 def test_a_row_without_its_fields_is_named(tmp_path: Path, row: dict[str, object]) -> None:
     """As damage; a default store is left out."""
     path = tmp_path / "s"

@@ -276,3 +276,18 @@ def test_a_kernel_of_several_writes_no_more_to_unknown_places_than_elsewhere() -
 
     assert 3 * 2 * 32768 == moved
     assert 2 * 2 * 32768 + 2 * 2 * 2048 * 32768 == in_place
+
+
+def test_a_kernel_of_several_reads_and_writes_all_of_a_state_that_it_is_given_to_read() -> None:
+    """A recurrent state, updated in place: its argument is there twice."""
+    make = TraceMaker()
+    state, product = make.tensor((2048, 32768)), make.tensor((2048, 32768))
+    places = (access(state, read=True, write=True), access(product, read=False, write=True))
+    names = tuple((name, "*bf16") for name in ("in_ptr0", "out_ptr0", "out_ptr1"))
+    kernel = Kernel("triton_poi_fused_4", Origin.TRITON, signature=(*names, ("XBLOCK", "constexpr")))
+    base = make.done()
+    launch = Launch(0, (state, product, state), (), (), places)
+
+    assert (
+        3 * 2 * 2048 * 32768 == works(Trace(base.step, (kernel,), base.buffers, (launch,), ()))[0].num_bytes
+    )

@@ -8,7 +8,7 @@ import pytest
 from profile_factories import emulated
 from tessera.errors import TesseraError, UnknownName
 from tessera.ir import AWAY, DeviceKind, host, verify
-from tessera.profile import GPUS, LINKS, cap_memory, gpu, make_cluster, parse_devices
+from tessera.profile import GPUS, LINKS, cap_memory, gpu, parse_devices, wire
 from tessera.profile.measured import needs_measuring
 
 
@@ -64,7 +64,7 @@ def test_malformed_text_gets_one_clear_error(text: str) -> None:
 
 def test_every_two_devices_are_joined_both_ways() -> None:
     """Three devices have six links."""
-    cluster = make_cluster(emulated("a100", "l40s", "h100"), "pcie4")
+    cluster = wire(emulated("a100", "l40s", "h100"), ["pcie4"])
 
     verify(cluster)
     assert 6 == len(cluster.links)
@@ -75,7 +75,7 @@ def test_an_unknown_link_answers_with_the_known_ones() -> None:
     with pytest.raises(
         UnknownName, match="unknown link 'pcie9'; known: ib100, ib200, ib400, measured, nvlink"
     ):
-        make_cluster(emulated("a100"), "pcie9")
+        wire(emulated("a100"), ["pcie9"])
 
 
 def test_every_link_says_where_its_figures_come_from() -> None:

@@ -82,7 +82,7 @@ def test_greedy_is_the_same_with_few_pages_and_shared_beginnings(model: ServedMo
     begin = tuple(rng.randrange(256) for _ in range(20))
     lengths = (0, 1, 7, 2)
     prompts = [begin + tuple(rng.randrange(256) for _ in range(length)) for length in lengths]
-    asks = [Ask(prompt, 24, GREEDY, ignores_end=True) for prompt in prompts]
+    asks = [Ask(prompt, 16, GREEDY, ignores_end=True) for prompt in prompts]
     pool = 16 * (1 + sum(3 if window else 5 for window in model.shape.windows))
     few = served(
         model.model, ServeSpec(microbatches=1, rows=4, capacity=80, max_batch_tokens=8, pool_tokens=pool)
@@ -136,7 +136,7 @@ def test_a_seed_gives_the_same_answer_alone_and_in_a_crowd(service: Service) -> 
 def test_a_seed_gives_the_same_answer_after_preemption(model: ServedModel) -> None:
     """With temperature and penalties, alone with all pages and beside others with few."""
     sampling = Sampling(0.9, 0.95, 40, seed=12, repetition_penalty=1.2, frequency_penalty=0.3)
-    asks = [Ask((5, 6, 7 + n), 24, sampling, ignores_end=True) for n in range(4)]
+    asks = [Ask((5, 6, 7 + n), 18, sampling, ignores_end=True) for n in range(4)]
     sizes: dict[str, Any] = {"capacity": 80, "max_batch_tokens": 8}
     found = []
     few = 16 * (1 + sum(2 if window else 5 for window in model.shape.windows))

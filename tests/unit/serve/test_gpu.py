@@ -22,7 +22,7 @@ from tessera.execute.cuda.share import ShareGraph
 from tessera.execute.cuda.worker import CudaWorker
 from tessera.execute.runs import Runs
 from tessera.ir import Cluster, Costs, DeviceKind, Load, WorkUnit
-from tessera.profile import cap_memory, make_cluster, parse_devices
+from tessera.profile import cap_memory, parse_devices, wire
 from tessera.profile.devices import Card
 from tessera.profile.measured import combine
 from tessera.serve import planning
@@ -51,7 +51,7 @@ def _stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def make_devices(text: str) -> Cluster:
     """Devices on a card that is not there."""
-    return make_cluster(parse_devices(text, lambda: (CARD, CARD)), "pcie4")
+    return wire(parse_devices(text, lambda: (CARD, CARD)), ["pcie4"])
 
 
 @functools.cache
@@ -237,7 +237,7 @@ def test_a_gpu_and_its_host_answer_as_the_model_does(
     monkeypatch.setattr(planning.HostBackend, "price", modelled)
     devices = cap_memory(parse_devices("cuda:0,cpu", lambda: (CARD,)), ["cuda:0=2.5MB"])
     spec = ServeSpec(microbatches=1, rows=2, capacity=32, max_batch_tokens=8, load=Load(8, 3), effort="quick")
-    cluster = make_cluster(devices, "pcie4")
+    cluster = wire(devices, ["pcie4"])
     gbps = 25.0 if is_fetching else 1e-3
     cluster = replace(cluster, links=tuple(replace(link, fetch_gbps=gbps) for link in cluster.links))
     made = planning.prepare("tiny-gpt-oss", cluster, spec)

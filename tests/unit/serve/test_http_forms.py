@@ -57,7 +57,7 @@ TOOLS = [{"type": "function", "function": {"name": n, "parameters": p}} for n, p
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
-    with service_of(ToyStepper(SHAPE), model=MODEL) as found:
+    with service_of(ToyStepper(SHAPE, ("quick",)), model=MODEL) as found:
         yield found
 
 

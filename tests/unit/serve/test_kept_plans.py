@@ -13,7 +13,7 @@ import torch
 from serving_factory import toy_policies
 from tessera.cli.start import lines_of
 from tessera.ir import Load
-from tessera.profile import make_cluster, parse_devices
+from tessera.profile import parse_devices, wire
 from tessera.serve import planning
 from tessera.serve.pages import steady
 from tessera.serve.planning import MAX_KEPT, KeptModel, Prepared, find, keep, key_of, prepare
@@ -97,7 +97,7 @@ def test_a_second_start_plans_nothing(
 ) -> None:
     """And serves by the very plans and weights of the first; a small model is not even built."""
     monkeypatch.setattr(planning, "MAX_WEIGHT_BYTES", most_bytes)
-    cluster = make_cluster(parse_devices("emu:a100,emu:l40s"), "pcie4")
+    cluster = wire(parse_devices("emu:a100,emu:l40s"), ["pcie4"])
     policies = ("data-parallel",)
     spec = ServeSpec(
         rows=2, capacity=32, max_batch_tokens=8, load=Load(8, 4), policies=policies, effort="quick"
@@ -124,7 +124,7 @@ def test_a_little_more_or_less_memory_finds_the_same_plans() -> None:
 
 
 def test_what_was_chosen_is_said_in_three_lines(tmp_path: Path) -> None:
-    cluster = make_cluster(parse_devices("emu:a100"), "pcie4")
+    cluster = wire(parse_devices("emu:a100"), ["pcie4"])
     spec = ServeSpec(microbatches=1, rows=2, capacity=32, max_batch_tokens=8, load=Load(8, 4))
     prepared = prepare("tiny-llama", cluster, spec)
     chosen, expected, more = lines_of(prepared)

@@ -1,7 +1,5 @@
 """Pictures in chats: what is taken in, what is refused, and where it lands in the prompt."""
 
-import base64
-import io
 import json
 import urllib.error
 import urllib.request
@@ -22,8 +20,8 @@ from transformers import AutoConfig
 
 import http_factory
 from http_factory import Scripted
+from seeing import data_url
 from tessera.capture.models import catalog
-from tessera.capture.models.vision import PICTURE_TOKENS
 from tessera.errors import AskError
 from tessera.serve.metrics import Metrics
 from tessera.serve.openai.read import Endpoint, ModelCard
@@ -33,14 +31,18 @@ from tessera.serve.steps import served
 from tessera.serve.text import MARK, ByteText, FolderText
 from text_factory import make_text_folder
 
-READER = PictureReader(patch=4, merge=2, frames=2, dtype=torch.float32)
+SPEC = ServeSpec(microbatches=1, rows=2, capacity=240, max_batch_tokens=24, random_weights=True)
+PICTURE_TOKENS = 64
 
 
-def data_url(image: Image.Image, kind: str = "PNG") -> str:
-    """A picture as clients send it."""
-    raw = io.BytesIO()
-    image.save(raw, kind)
-    return f"data:image/{kind.lower()};base64,{base64.b64encode(raw.getvalue()).decode()}"
+def made_reader() -> PictureReader:
+    """The built-in model that sees has it."""
+    reader = served("tiny-qwen2.5-vl", SPEC).picture_reader
+    assert reader is not None
+    return reader
+
+
+READER = made_reader()
 
 
 def noise(width: int = 64, height: int = 64) -> Image.Image:
@@ -56,13 +58,13 @@ def test_patches_are_those_of_the_models_own_processor() -> None:
 
     expected = own(images=[noise()], return_tensors="pt")["pixel_values"]
 
-    assert torch.equal(expected, READER.patches_of(data_url(noise())))
+    assert torch.equal(expected, READER.pixels_of(data_url(noise())))
 
 
 def test_every_picture_is_resized_to_the_grid() -> None:
     """Other sizes and colours give the same number of patches."""
     for image in (noise(7, 300), noise(640, 64).convert("L"), noise().convert("RGBA")):
-        assert (4 * PICTURE_TOKENS, 96) == tuple(READER.patches_of(data_url(image)).shape)
+        assert (4 * PICTURE_TOKENS, 96) == tuple(READER.pixels_of(data_url(image)).shape)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +81,7 @@ def test_every_picture_is_resized_to_the_grid() -> None:
 def test_what_is_no_picture_is_refused(url: str, message: str) -> None:
     """Addresses are not opened, and broken data is one line."""
     with pytest.raises(AskError, match=message):
-        READER.patches_of(url)
+        READER.pixels_of(url)
 
 
 def test_a_huge_picture_is_refused_before_it_is_decoded() -> None:
@@ -87,7 +89,7 @@ def test_a_huge_picture_is_refused_before_it_is_decoded() -> None:
     bomb = data_url(Image.new("1", (8_000, 8_000)))
 
     with pytest.raises(AskError, match="8000 x 8000 pixels is too large"):
-        READER.patches_of(bomb)
+        READER.pixels_of(bomb)
 
 
 def test_a_mark_becomes_the_pictures_tokens() -> None:
@@ -106,7 +108,7 @@ def test_each_picture_is_in_its_place() -> None:
 
     whole, pictures = READER.placed(ByteText().encode(f"{MARK} and {MARK}"), [first, second])
 
-    assert [first, second] == [picture.patches for picture in pictures]
+    assert [first, second] == [picture.pixels for picture in pictures]
     assert 1 + PICTURE_TOKENS + len(" and ") == pictures[1].start
     assert 1 + 2 * PICTURE_TOKENS + len(" and ") == len(whole)
 
@@ -139,11 +141,10 @@ def test_a_folders_template_places_pictures(tmp_path: Path) -> None:
 def test_a_folder_of_qwen_sees(tmp_path: Path) -> None:
     """Where its configuration says that pictures are."""
     family, sizes, _ = catalog.LANGUAGE["tiny-qwen2.5-vl"]
-    config = AutoConfig.for_model(family, **sizes, image_token_id=7)
+    config = AutoConfig.for_model(family, **{**sizes, "image_token_id": 7})
     config.save_pretrained(tmp_path)
-    spec = ServeSpec(microbatches=1, rows=2, capacity=240, max_batch_tokens=24, random_weights=True)
 
-    reader = served(str(tmp_path), spec).picture_reader
+    reader = served(str(tmp_path), SPEC).picture_reader
 
     assert reader is not None
     assert (7,) == reader.mark_tokens
@@ -192,7 +193,7 @@ def test_a_picture_in_a_chat_reaches_the_service(asked: Any) -> None:
     last = service.asks[-1]
     assert 200 == status
     (picture,) = last.pictures
-    assert torch.equal(READER.patches_of(data_url(noise())), picture.patches)
+    assert torch.equal(READER.pixels_of(data_url(noise())), picture.pixels)
     assert last.prompt[: picture.start] == (256, *b"user:\na ")
     assert last.prompt[picture.start + PICTURE_TOKENS :][:3] == (*b" b\n",)
     assert found["usage"]["prompt_tokens"] == len(last.prompt)

@@ -28,8 +28,7 @@ from tessera.execute.worker_stepper import WorkerStepper
 from tessera.ir import Cluster, Device, DeviceKind, Load, Role, ServicePlan, Step, verify
 from tessera.plan import search_config
 from tessera.planning import ServedSteps, make_service_plan, service_memory
-from tessera.profile import cap_memory, wire
-from tessera.profile.devices import make_cluster, parse_devices
+from tessera.profile import cap_memory, parse_devices, wire
 from tessera.serve.planning import prepare
 from tessera.serve.policies import check_groups
 from tessera.serve.records import Ask, ServeSpec
@@ -40,7 +39,7 @@ from tessera.serve.text import ByteText
 
 
 def emulated(names: str = factory.DEVICES) -> Cluster:
-    return make_cluster(parse_devices(names), "pcie4")
+    return wire(parse_devices(names), ["pcie4"])
 
 
 def test_policies_are_made_of_groups_over_one_unit() -> None:
@@ -156,7 +155,7 @@ def test_a_refusal_names_the_device_that_is_short() -> None:
     names, size = ("emu:a100", "emu:l40s"), 200_000 * num_layers()
     devices = tuple(Device(name, DeviceKind.EMU, name[4:], size) for name in names)
     with pytest.raises(DeviceMemoryError, match=r"device emu:.* are needed .* more than its .* add a device"):
-        prepare("tiny-llama", make_cluster(devices, "pcie4"), ServeSpec(microbatches=2, rows=4, capacity=256))
+        prepare("tiny-llama", wire(devices, ["pcie4"]), ServeSpec(microbatches=2, rows=4, capacity=256))
 
 
 def test_a_model_with_attention_of_its_own_has_pages_for_all_rows(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ transformers = pytest.importorskip("transformers", reason="needs the extra 'hf'"
 from http_factory import serving, wait_until  # noqa: E402
 from sampling import examples  # noqa: E402
 from tessera.ir import Load  # noqa: E402
-from tessera.profile import make_cluster, parse_devices  # noqa: E402
+from tessera.profile import parse_devices, wire  # noqa: E402
 from tessera.serve.metrics import Metrics  # noqa: E402
 from tessera.serve.openai.read import Endpoint, ModelCard  # noqa: E402
 from tessera.serve.planning import prepare  # noqa: E402
@@ -109,7 +109,7 @@ def generated() -> list[list[list[int]]]:
 @pytest.fixture(scope="module")
 def http() -> Iterator[Served]:
     """All policies in one pair of workers; none is chosen by a monitor."""
-    made = prepare(MODEL, make_cluster(parse_devices(",".join(DEVICES)), "pcie4"), SPEC)
+    made = prepare(MODEL, wire(parse_devices(",".join(DEVICES)), ["pcie4"]), SPEC)
     shape, text = made.model.shape, ByteText()
     with (
         made.workers() as stepper,

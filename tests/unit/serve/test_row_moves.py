@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
 from serving_factory import GREEDY, generated, read_all, wait_for
 from tessera.ir import Load
-from tessera.profile import make_cluster, parse_devices
+from tessera.profile import parse_devices, wire
 from tessera.serve.planning import prepare
 from tessera.serve.records import Ask, ServeSpec
 from tessera.serve.service import Service
@@ -31,7 +31,7 @@ def test_state_by_row_goes_along(name: str, tmp_path: Path) -> None:
     spec = ServeSpec(
         2, 4, 64, 16, load=Load(16, TOKENS), policies=policies, effort="quick", random_weights=True
     )
-    made = prepare(str(tmp_path), make_cluster(parse_devices(DEVICES), "pcie4"), spec)
+    made = prepare(str(tmp_path), wire(parse_devices(DEVICES), ["pcie4"]), spec)
     rng = random.Random(1)
     asks = [
         Ask(tuple(rng.randrange(3, WORDS) for _ in range(5 + 2 * n)), TOKENS, GREEDY, ignores_end=True)

@@ -70,9 +70,10 @@ def test_tokens_come_as_often_as_their_probability(options: dict[str, Any]) -> N
     logits, num, one = torch.linspace(-2.0, 2.0, 30), examples(10_000, 2_000), pick(**options)
     choices = ChoiceInputs(1, 30).fill(1, [Choice(0, one, 0)])
     settings, row = choices["settings"][0].tolist(), choices["numbers"][0].tolist()
-    edited = _edited(logits, 0, settings, row, choices["edits"], choices["masks"])
+    tables = choices["edits"].numpy(), choices["masks"].numpy()
+    edited = _edited(logits.numpy(), 0, settings, row, *tables)
     scaled = (edited - edited.max()) * settings[0]
-    kept = scaled.masked_fill(scaled < _limit(scaled, settings, row), -torch.inf)
+    kept = torch.from_numpy(np.where(scaled < _limit(scaled, settings, row), -np.inf, scaled))
     wanted = num * kept.double().softmax(-1)
     found = numbers(logits, one, num)
 
@@ -199,7 +200,8 @@ def edited(logits: torch.Tensor, one: Pick, num_due: int = 0, last: int = 0) -> 
     """Logits of a row after biases and penalties."""
     tables = ChoiceInputs(1, len(logits)).fill(1, [Choice(0, one, 0, num_due)])
     row = tables["settings"][0].tolist(), tables["numbers"][0].tolist()
-    return _edited(logits, last, *row, tables["edits"], tables["masks"])
+    arrays = tables["edits"].numpy(), tables["masks"].numpy()
+    return torch.from_numpy(_edited(logits.numpy(), last, *row, *arrays))
 
 
 def test_tokens_of_the_answer_are_penalised_and_those_of_the_prompt_are_not() -> None:
@@ -247,7 +249,7 @@ def kept_of(logits: torch.Tensor, one: Pick) -> torch.Tensor:
     tables = ChoiceInputs(1, len(logits)).fill(1, [Choice(0, one, 0)])
     settings, row = tables["settings"][0].tolist(), tables["numbers"][0].tolist()
     scaled: torch.Tensor = (logits - logits.max()) * settings[0]
-    return scaled.masked_fill(scaled < _limit(scaled, settings, row), -torch.inf)
+    return scaled.masked_fill(scaled < _limit(scaled.numpy(), settings, row), -torch.inf)
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5, 1.0])

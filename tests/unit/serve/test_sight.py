@@ -11,20 +11,23 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
+pytest.importorskip("PIL")
 
 from own_code import reference
 from reference_stepper import ReferenceStepper
+from seeing import tokens_of
 from serving_factory import policies_of
-from tessera.capture.models.vision import PICTURE_TOKENS, rotary
+from tessera.capture.models.vision import grid_of, grid_places, rotary
 from tessera.execute.stepper import DeviceLost, Event, StepCall, StepDone
-from tessera.serve.pictures import GRID
-from tessera.serve.records import Ask, Finish, PromptPicture, Sampling, ServeSpec, Shape
+from tessera.serve.records import Ask, PromptPicture, Sampling, ServeSpec, Shape
 from tessera.serve.service import Service
 from tessera.serve.steps import ServedModel, served
 from tessera.serve.text import ByteText
 
 GREEDY = Sampling(temperature=0.0)
 NUM = 6
+PICTURE_TOKENS = 64
+GRID = grid_of(PICTURE_TOKENS)
 
 
 @cache
@@ -41,8 +44,8 @@ def make_ask(seed: int, *places: int) -> Ask:
     prompt, pictures = list[int](), list[PromptPicture]()
     for number, word in enumerate(words):
         for place in (place for place in places if place == number):
-            patches = encode.make_inputs(seed + place)["patches"]
-            pictures.append(PromptPicture(len(prompt), patches))
+            pixels = encode.make_inputs(seed + place)["pixel_values"]
+            pictures.append(PromptPicture(len(prompt), pixels))
             prompt += [0] * PICTURE_TOKENS
         prompt.append(word)
     return Ask(tuple(prompt), NUM, GREEDY, ignores_end=True, pictures=tuple(pictures))
@@ -73,7 +76,7 @@ def own_answer(ask: Ask) -> list[int]:
         hidden = whole.model.language_model.embed_tokens(torch.tensor([ids])).clone()
         positions = torch.arange(len(ids)).repeat(3, 1, 1)
         for picture in ask.pictures:
-            seen = whole.model.get_image_features(picture.patches, grid).pooler_output
+            seen = whole.model.get_image_features(picture.pixels, grid).pooler_output
             hidden[0, picture.start : picture.start + PICTURE_TOKENS] = torch.cat(list(seen))
         if starts:
             positions = own_positions(whole, ids, starts)
@@ -110,17 +113,6 @@ def service() -> Iterator[Service]:
         yield running
 
 
-async def tokens_of(service: Service, ask: Ask) -> list[int]:
-    """The answer's tokens."""
-    found: list[int] = []
-    async for event in service.answer(ask):
-        if isinstance(event, Finish):
-            assert event.reason == "length"
-        else:
-            found += [token.number for token in event.tokens]
-    return found
-
-
 @pytest.mark.parametrize("number", range(len(QUESTIONS)))
 def test_answers_equal_the_librarys(service: Service, number: int) -> None:
     """Pictures anywhere in the prompt, across steps, or none: the tokens are Hugging Face's."""
@@ -153,7 +145,9 @@ def test_positions_are_the_librarys(starts: tuple[int, ...]) -> None:
 
     wanted = own_positions(whole, [5] * num, starts) if starts else plain
 
-    assert torch.equal(wanted[:, 0], torch.from_numpy(rotary(np.arange(num), starts)))
+    assert torch.equal(
+        wanted[:, 0], torch.from_numpy(rotary(np.arange(num), starts, grid_places(PICTURE_TOKENS)))
+    )
 
 
 def test_pictures_are_part_of_what_is_found_again(service: Service) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tessera.cli.serve_options import ServeConfig
 from tessera.cli.start import started
 from tessera.errors import ArtifactError, AskError, TesseraError
-from tessera.profile import make_cluster, parse_devices
+from tessera.profile import parse_devices, wire
 from tessera.serve.openai.errors import ApiError
 from tessera.serve.openai.read import Draft, ModelCard, folder_defaults, read_chat, read_completion
 from tessera.serve.records import Sampling
@@ -238,7 +238,7 @@ def test_a_missing_tokenizer_is_told_before_anything_is_planned(
 ) -> None:
     next(model for model in MODELS if model.name == "falcon").write(tmp_path)
     monkeypatch.setattr("tessera.cli.start.prepare", lambda *given, **more: pytest.fail("it was planned"))
-    cluster = make_cluster(parse_devices("cpu"), "pcie4")
+    cluster = wire(parse_devices("cpu"), ["pcie4"])
 
     with (
         pytest.raises(ArtifactError, match="has no tokenizer"),

@@ -16,7 +16,7 @@ from sampling import examples, some_of
 from serving_factory import GREEDY, generated, policies_of, read_all, wait_for
 from tessera.ir import Load
 from tessera.kernels import PAGE, max_pages
-from tessera.profile import make_cluster, parse_devices
+from tessera.profile import parse_devices, wire
 from tessera.serve.pages import pages_for
 from tessera.serve.planning import prepare
 from tessera.serve.records import Ask, ServeSpec, Shape
@@ -62,7 +62,7 @@ def test_answers_with_few_pages_are_those_of_generate(
     write(name, tmp_path)
     pool = PAGE * 2 * max_pages(107, windows, 8)
     made = served(str(tmp_path), ServeSpec(microbatches=1, rows=4, pool_tokens=pool, **SIZES))
-    asks = asks_of(52, 40, 52, 17, tokens=examples(50, 35))
+    asks = asks_of(52, 40, 52, 17, tokens=examples(50, 27))
     with (
         own_code(made, num_threads=1) as stepper,
         Service(stepper, policies_of(stepper, made.shape), made.shape, ByteText()) as service,
@@ -114,7 +114,7 @@ def test_answers_of_two_workers_are_those_of_generate(
     spec = ServeSpec(
         2, 4, 160, 16, load=Load(48, 30), policies=(policy,), effort="quick", random_weights=True
     )
-    made = prepare(str(tmp_path), make_cluster(parse_devices("emu:a100,emu:l40s"), "pcie4"), spec)
+    made = prepare(str(tmp_path), wire(parse_devices("emu:a100,emu:l40s"), ["pcie4"]), spec)
     asks = asks_of(52, 40, 52, 17, 9, 60, tokens=examples(30, 12))
     with (
         made.workers() as stepper,

@@ -10,7 +10,7 @@ import httpx
 from http_factory import listening
 from tessera.cli.serve_options import ServeConfig
 from tessera.cli.start import started
-from tessera.profile import make_cluster, parse_devices
+from tessera.profile import parse_devices, wire
 
 # Within so long it answers again.
 LIMIT_S = 30.0
@@ -19,7 +19,7 @@ ASK = {"prompt": [5, 6, 7, 8, 9], "max_tokens": 12, "temperature": 0, "ignore_eo
 
 def test_a_service_whose_workers_are_all_killed_answers_again() -> None:
     """Also where the first replacement is killed while it starts: the same tokens, and both devices there."""
-    cluster = make_cluster(parse_devices("emu:a100,emu:l40s"), "pcie4")
+    cluster = wire(parse_devices("emu:a100,emu:l40s"), ["pcie4"])
     config = ServeConfig(
         microbatches=2, seqs=2, max_model_len=48, max_batch_tokens=16, effort="quick", plan_cache=False
     )

@@ -18,6 +18,8 @@ from tessera.errors import CaptureError, extra_module, first_line
 from tessera.ir import Step
 
 PIXELS = "pixel_values"
+# Settings that name the token for a picture.
+PICTURE_WORDS = ("image_token_id", "image_token_index")
 SHOWN = ("input_ids", PIXELS, "input_features", "input_values")
 # Parts of a configuration that tell an input's sizes.
 PARTS = ("vision_config", "encoder", "backbone_config", "audio_config")

@@ -96,6 +96,18 @@ def flatten(result: Any) -> dict[str, torch.Tensor]:
     return {name or "output": leaf for name, leaf in named if isinstance(leaf, torch.Tensor)}
 
 
+def embeddings(model: Any, features: Any) -> torch.Tensor:
+    """What `get_image_features` returns, as a row for each token."""
+    parts = flatten(getattr(features, "pooler_output", features)).values()
+    width = model.config.get_text_config(decoder=True).hidden_size
+    return torch.cat([part.reshape(-1, width) for part in parts])
+
+
+def rope_index_of(model: Any) -> Callable[..., Any] | None:
+    """The method that gives tokens positions in time, height and width."""
+    return getattr(model.base_model, "get_rope_index", None)
+
+
 @contextmanager
 def attributes_kept(
     model: torch.nn.Module, tensors: Tensors | None = None
@@ -146,13 +158,13 @@ def forward(
     """`pick` selects the hidden states for the head."""
     prefix = "decoder_" if is_pair else ""
     positions = inputs.get("positions")
-    if "rotary" in inputs:
-        arguments |= {"inputs_embeds": embedded(model, inputs), "position_ids": inputs["rotary"]}
+    if "rotary" in inputs or "image" in inputs:
+        arguments["inputs_embeds"] = embedded(model, inputs)
     else:
         arguments[f"{prefix}input_ids"] = inputs["tokens"]
-        name = parameter_of(model, f"{prefix}position_ids", "position_ids")
-        if name and positions is not None:
-            arguments[name] = positions
+    name = parameter_of(model, f"{prefix}position_ids", "position_ids")
+    if name and positions is not None:
+        arguments[name] = inputs.get("rotary", positions)
     if positions is not None and takes(model, "cache_position"):
         arguments["cache_position"] = positions[0]
     if cache[0]:
@@ -225,16 +237,14 @@ class CachedSteps:
 
     def _count_seen(self) -> int:
         if takes(self._model, PIXELS):
-            self._picture = examples.setting(self._model.config, ("image_token_id", "image_token_index"))
+            self._picture = examples.setting(self._model.config, examples.PICTURE_WORDS)
         if self._picture is None:
             return 0
         pixels = placed(self._model, lambda: self._examples(0, PIXELS))
         what, remedy = "its pictures are more than pixels", "Capture --step decode or call, which read text"
         with checkpoint.blamed(self._step.model, what, remedy), isolated(self._model):
             features = self._model.get_image_features(**pixels)
-        embeddings = flatten(getattr(features, "pooler_output", features)).values()
-        size = self._config.hidden_size * self._step.batch
-        count = int(sum(tensor.numel() for tensor in embeddings) // size)
+        count = len(embeddings(self._model, features)) // self._step.batch
         if count + 2 > self._step.context:
             message = f"a picture is {count} tokens, which a context of {self._step.context} does not hold"
             raise CaptureError(message, f"Use --context {count + 2} or more.", self._step.model)

@@ -142,10 +142,13 @@ def _workload(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) 
 def _maker(config: Any, step: Step) -> Callable[[Any, Step], Workload]:
     from tessera.capture.models.generic import generic_workload
     from tessera.capture.models.paged import paged_workload
+    from tessera.capture.models.pictures import encode_workload
     from tessera.capture.models.vision import vision_workload
 
     if step.kind == "tokens":
         return paged_workload
+    if step.kind == "encode" and step.pictures:
+        return encode_workload
     if config.model_type in STEPS and step.kind != "call":
         return vision_workload
     return generic_workload

@@ -13,8 +13,8 @@ all in the same pages. The first layout that works is used:
 
 Outputs are logits of each sequence's newest token and the next one, chosen by tessera::choose; unused
 sequences get arbitrary finite numbers. A negative token refers to the previous step's choice (-1: first
-sequence), kept in the state `newest`, so steps need not wait for the host. Models with pictures take
-`rotary`, `image` and `is_image`, those with LoRA adapters each token's (`adapters`).
+sequence), kept in the state `newest`, so steps need not wait for the host. Steps with pictures take `image`
+and `is_image`, of some models `rotary`, those with LoRA adapters each token's (`adapters`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -244,8 +244,8 @@ def _check_logits(model: Any, layout: StepLayout) -> None:
             inputs = generic.placed(model, partial(make, [(last, last - first)] * NUM_TRIED))
             read = prompts["tokens"][:, first:last].flatten()
             inputs["tokens"][: len(read)] = read
-            for name in inputs.keys() & {"is_image", "adapters"}:  # the plain forward has neither
-                inputs[name].zero_()
+            if "adapters" in inputs:  # the plain forward has none
+                inputs["adapters"].zero_()
             logits = workload.run({**inputs, **plain_choices}, state)["logits"]
         plain = model(input_ids=prompts["tokens"], use_cache=False).logits[:, -1]
     if not plain.isfinite().all():
@@ -509,9 +509,10 @@ def _make_inputs(
         inputs["rows"] = torch.where(fresh, -1 - rows, rows).int()
     if num := num_adapters(model):
         inputs["adapters"] = torch.randint(num + 1, (step.context,), generator=random)
-    if model.config.model_type == "qwen2_5_vl":
-        size = (step.context, model.config.text_config.hidden_size)
-        inputs["rotary"] = inputs["positions"].repeat(3, 1)
+    if step.pictures:
+        size = (step.context, model.config.get_text_config(decoder=True).hidden_size)
+        if generic.rope_index_of(model) is not None:
+            inputs["rotary"] = inputs["positions"].repeat(3, 1)
         inputs["image"] = torch.randn(size, generator=random).to(model.dtype)
         inputs["is_image"] = torch.rand(step.context, generator=random) < SHARE_OF_PICTURES
         inputs["is_image"][used:] = False  # unused tokens share a slot and write the same

@@ -16,16 +16,16 @@ import numpy.typing as npt
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tessera.capture.models.examples import GivenInputs
+from tessera.capture.models.examples import PIXELS, GivenInputs
 from tessera.capture.models.generic import NEXT, CachedSteps, newest
 from tessera.capture.workload import Tensors, Workload
 from tessera.errors import MismatchError
 from tessera.ir import Step
 
-# Served pictures are resized to a grid of 8 x 8 tokens.
-PICTURE_TOKENS = 64
 # Tokens of a row before its picture.
 NUM_LEADING = 1
+# Rotary positions [3, tokens] of a picture from its first token, and what text after it has more.
+Places = tuple[npt.NDArray[np.int64], int]
 
 
 def vision_workload(model: Any, step: Step) -> Workload:
@@ -51,19 +51,19 @@ def _encode(model: Any, step: Step) -> Workload:
         order, ends = (t.tolist() for t in vision_utils.get_vision_window_index(grids, *sides))
         patch_places = vision_utils.get_vision_position_ids(grids, merge).tolist()
     images, pieces = np.arange(step.batch + 1) * num_patches, np.array(ends)
-    patch = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    patch_values = config.in_channels * config.temporal_patch_size * config.patch_size**2
     places, index, given = torch.tensor(patch_places), torch.tensor(order), GivenInputs(step)
 
     def call(inputs: Tensors, state: Tensors) -> dict[str, torch.Tensor]:
         windows = {"window_index": inputs["window_index"], "cu_window_seqlens": pieces}
         sizes = {"grid_thw": None, "position_ids": inputs["places"], "cu_seqlens": images}
-        features = tower(inputs["patches"], **sizes, **windows)
+        features = tower(inputs[PIXELS], **sizes, **windows)
         return {"image": features.pooler_output.view(step.batch, step.context, -1)}
 
     def make_inputs(seed: int) -> dict[str, torch.Tensor]:
         random = torch.Generator().manual_seed(seed)
-        patches = torch.randn((step.batch * num_patches, patch), generator=random).to(model.dtype)
-        made = {"patches": patches, "places": places.clone(), "window_index": index.clone()}
+        patches = torch.randn((step.batch * num_patches, patch_values), generator=random).to(model.dtype)
+        made = {PIXELS: patches, "places": places.clone(), "window_index": index.clone()}
         return given.over(made, seed)
 
     return Workload(step, model, call, make_inputs, lambda seed: {}, lambda first, run, last: dict(first))
@@ -91,7 +91,7 @@ class PictureSteps(CachedSteps):
         if step.kind == "decode":
             return self._tokens_at(lengths - 1, 1, random)
         inputs = self._tokens_at(torch.zeros_like(lengths), step.context, random)
-        places = rotary(np.arange(step.context), [NUM_LEADING], num)
+        places = rotary(np.arange(step.context), [NUM_LEADING], grid_places(num))
         image = torch.randn((step.batch, num, self._config.hidden_size), generator=random)
         return inputs | {
             "rotary": torch.tensor(places.tolist())[:, None].repeat(1, step.batch, 1),
@@ -117,18 +117,32 @@ class PictureSteps(CachedSteps):
         return {**inputs, "image": last["image"].clone()}
 
 
-def rotary(
-    positions: npt.NDArray[np.int64], starts: Sequence[int], num: int = PICTURE_TOKENS
-) -> npt.NDArray[np.int64]:
-    """Rotary positions [3, ...]; pictures of `num` tokens begin at `starts`.
+def grid_places(num: int) -> Places:
+    """A picture spans its grid, and text continues after its longer side."""
+    rows, columns = grid_of(num)
+    inside = np.arange(num)
+    return np.stack([np.zeros_like(inside), inside // columns, inside % columns]), max(rows, columns) - num
 
-    Text advances all three axes, a picture spans its grid.
-    """
+
+def rotary(positions: npt.NDArray[np.int64], starts: Sequence[int], places: Places) -> npt.NDArray[np.int64]:
+    """Rotary positions [3, ...] of tokens at `positions`; pictures begin at `starts`."""
     axes = np.stack([positions] * 3)
+    inner, shift = places
+    num = inner.shape[1]
     for number, start in enumerate(starts):
-        rows, columns = grid_of(num)
-        shift, inside = max(rows, columns) - num, positions - start
-        grid = np.stack([np.zeros_like(inside), inside // columns, inside % columns])
-        axes = np.where((inside >= 0) & (inside < num), grid + start + number * shift, axes)
+        inside = positions - start
+        here = inner[:, inside.clip(0, num - 1)] + start + number * shift
+        axes = np.where((inside >= 0) & (inside < num), here, axes)
         axes = np.where(inside >= num, positions + (number + 1) * shift, axes)
     return axes
+
+
+def own_processor(config: Any) -> Any:
+    """The class's, for a model without a folder of one."""
+    if config.model_type != "qwen2_5_vl":
+        return None
+    import transformers
+
+    # Older ones have no other than by Pillow.
+    kind = getattr(transformers, "Qwen2VLImageProcessorPil", transformers.Qwen2VLImageProcessor)
+    return kind(patch_size=config.vision_config.patch_size)

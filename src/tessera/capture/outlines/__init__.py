@@ -19,7 +19,7 @@ from tessera.ir import Step, Trace
 from tessera.ir.files import cache_folder, chunks_of, parse, write_whole
 
 # Raise when compilation of a step changes; invalidates older outlines.
-VERSION = 2
+VERSION = 3
 
 
 def outlined(trace: Trace) -> Trace:

@@ -19,8 +19,9 @@ from tessera.execute.cuda.graphs import DeviceGraphs
 from tessera.execute.cuda.pace import ENDED, STARTED, TimeScale, choose_scale
 from tessera.execute.cuda.share import ShareGraph
 from tessera.execute.lower import lower
-from tessera.execute.memory import bytes_of, flat_bytes
+from tessera.execute.memory import bytes_of
 from tessera.execute.offline import Request
+from tessera.kernels.tensors import flat_bytes
 
 Tensors = Mapping[str, torch.Tensor]
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from tessera.errors import CannotTime, DeviceGone
+from tessera.errors import CannotTime, DeviceGone, first_line
 from tessera.execute.launcher import generator_buffer
 from tessera.execute.memory import Memory, Storage
 from tessera.execute.timing import (
@@ -30,7 +30,6 @@ from tessera.execute.timing import (
     MakeTensors,
     StepMemory,
     Tensors,
-    first_line,
     repeat,
 )
 from tessera.ir import Trace

@@ -364,8 +364,8 @@ async def _with_pictures(
 ) -> tuple[tuple[int, ...], tuple[PromptPicture, ...]]:
     reader = endpoint.picture_reader
     assert reader is not None, "other models are sent no pictures"
-    patches = [await asyncio.to_thread(reader.patches_of, url) for url in draft.urls]
-    prompt, pictures = reader.placed(draft.prompts[0], patches)
+    pixels = [await asyncio.to_thread(reader.pixels_of, url) for url in draft.urls]
+    prompt, pictures = reader.placed(draft.prompts[0], pixels)
     return tuple(prompt), pictures
 
 
