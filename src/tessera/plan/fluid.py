@@ -15,7 +15,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import chain, permutations, product
 
 import numpy as np
@@ -52,9 +52,10 @@ class FluidConfig:
     backlog: float = 2.0
     # Steps of a mixed group per step with prompt tokens.
     every: tuple[int, ...] = (1, 2, 4)
-    # Where first tokens are limited also: steps of a somewhat longer prompt.
+    # Steps in which a somewhat longer prompt is read, where it is read as soon as a sequence has ended.
     reading_steps: tuple[int, ...] = (1, 2, 4)
     longer: float = 1.1
+    few_sequences: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24)
     # Sequences beyond those that answer, to fill mixed steps.
     waiting_share: float = 0.12
     waiting: int = 2
@@ -141,6 +142,24 @@ class ServiceDraft:
 
 
 @dataclass(frozen=True, slots=True)
+class _Pace:
+    """How a mixed group's steps go on average."""
+
+    group: GroupDraft
+    # Of a mean step, and of one with prompt tokens.
+    price: StepPrice
+    full: StepPrice
+    # That end per step.
+    requests: float
+    # Steps with a prompt's tokens.
+    reading_steps: int
+
+    def slower(self, devices: Sequence[int]) -> float:
+        """Time of a step with prompt tokens over that of a mean step."""
+        return float(self.full.us[:, devices].sum() / self.price.us[:, devices].sum())
+
+
+@dataclass(frozen=True, slots=True)
 class _Seat:
     """Step times of a device at one size, without and with prompt tokens."""
 
@@ -201,8 +220,9 @@ class FluidModel:
     @property
     def least_bytes(self) -> float:
         """Memory of one device for the smallest service."""
-        group = self._mixed((0,), TILE)
-        return self.needed(group.pool_tokens, self.price(TILE, group.sequences, group.length))
+        paces = [self._steady((0,), 1, 1, TILE)]
+        paces += [self._reading((0,), 1, steps, 1) for steps in self.config.reading_steps if self.answers]
+        return min(self.needed(pace.group.pool_tokens, pace.price) for pace in paces if pace is not None)
 
     @cached_property
     def used(self) -> tuple[int, ...]:
@@ -226,6 +246,11 @@ class FluidModel:
     @cached_property
     def step_tokens(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys(_rounded(size) for size in self._sizes(self.config.per_doubling)))
+
+    @cached_property
+    def num_sequences(self) -> tuple[int, ...]:
+        sizes = self._sizes(2 * self.config.per_doubling)
+        return tuple(dict.fromkeys((*self.config.few_sequences, *map(_even, sizes))))
 
     def _sizes(self, per_doubling: int) -> list[float]:
         least, most = self.config.least_tokens, self.config.most_tokens
@@ -286,61 +311,83 @@ class FluidModel:
     def _answering(self, tokens: int) -> float:
         return tokens * self.answers / (self.answers + self.load.prompt_tokens)
 
-    def _timed(
-        self,
-        policy: str,
-        group: GroupDraft,
-        tokens: int,
-        step_us: float,
-        every: int = 1,
-        reading_us: float | None = None,
-    ) -> ServiceDraft:
-        """`reading_us`: time of a step with prompt tokens, where others have none."""
-        chunk = group.sizes[-1] - self._answering(tokens)
-        read = chunk / every / self.load.prompt_tokens
-        per_s = min(tokens / (self.answers + self.load.prompt_tokens), read) * 1e6 / step_us
-        tpot_ms = group.microbatches * step_us * 1e-3
-        steps = math.ceil(self.load.prompt_tokens / max(1.0, chunk))
-        ttft_ms = 1e-3 * group.microbatches * (0.5 * step_us + steps * (reading_us or step_us))
-        return self._draft(policy, [group], per_s, tpot_ms, ttft_ms)
+    def _timed(self, policy: str, pace: _Pace, step_us: float) -> ServiceDraft:
+        microbatches = pace.group.microbatches
+        tpot_ms = 1e-3 * microbatches * step_us
+        ttft_ms = tpot_ms * (0.5 + pace.reading_steps * pace.slower(pace.group.devices))
+        return self._draft(policy, [pace.group], pace.requests * 1e6 / step_us, tpot_ms, ttft_ms)
 
     def _alone(self, device: int, policy: str) -> Iterator[ServiceDraft]:
-        for tokens in self._filling(partial(self._steady, device, policy)):
-            drafts = (self._steady(device, policy, tokens, every) for every in self._rhythms(tokens))
-            yield from (draft for draft in drafts if draft is not None)
+        def draft(pace: _Pace) -> ServiceDraft | None:
+            if not self.fits(device, pace.group.pool_tokens, pace.price):
+                return None
+            return self._timed(policy, pace, pace.price.total_us(device))
 
-    def _filling(self, fits: Callable[[int], object]) -> list[int]:
-        """`step_tokens`, and the largest step that fits."""
-        every = sorted({_rounded(tokens) for tokens in range(TILE, self.config.most_tokens + 1, TILE)})
-        num = bisect_left(every, True, key=lambda tokens: not fits(tokens))
-        return sorted({*self.step_tokens, *every[:num][-1:]})
+        yield from self._paced((device,), 1, self.config.every, draft)
 
-    def _steady(self, device: int, policy: str, tokens: int, every: int = 1) -> ServiceDraft | None:
-        """None: it does not fit."""
-        group = self._mixed((device,), tokens, every=every)
-        largest = group.sizes[-1]
-        if group.sequences > self.config.most_sequences or largest > self.config.most_tokens:
+    def _paced(
+        self,
+        devices: tuple[int, ...],
+        microbatches: int,
+        every: Sequence[int],
+        draft: Callable[[_Pace], ServiceDraft | None],
+    ) -> Iterator[ServiceDraft]:
+        """Drafts of groups whose steps have some tokens, and whose sequences have some number; None: does not
+        fit. Beside the sizes that are always tried, each has the largest that fits.
+        """
+        ways = [
+            (partial(self._steady, devices, microbatches, each), _rounded, self.step_tokens) for each in every
+        ]
+        if self.answers:
+            ways += [
+                (partial(self._reading, devices, microbatches, steps), _even, self.num_sequences)
+                for steps in self.config.reading_steps
+            ]
+        for make, rounded, tried in ways:
+
+            @cache
+            def at(size: int, make: Callable[[int], _Pace | None] = make) -> ServiceDraft | None:
+                pace = make(size)
+                return None if pace is None else draft(pace)
+
+            sizes = sorted({rounded(size) for size in range(1, self.config.most_tokens + 1)} - {0})
+            num = bisect_left(sizes, True, key=lambda size: at(size) is None)
+            found = map(at, sorted({*tried, *sizes[:num][-1:]}))
+            yield from (fitting for fitting in found if fitting is not None)
+
+    def _steady(self, devices: tuple[int, ...], microbatches: int, every: int, tokens: int) -> _Pace | None:
+        """Steps have `tokens` on average, and prompt tokens in one of `every`."""
+        group = self._mixed(devices, tokens, microbatches, every)
+        per_step = tokens / (self.answers + self.load.prompt_tokens)
+        chunk = group.sizes[-1] - self._answering(tokens)
+        requests = min(per_step, chunk / every / self.load.prompt_tokens)
+        reading = max(1.0, 0.5 + self.load.prompt_tokens / chunk) * per_step
+        # A prompt is read at once, so steps are full only where several wait.
+        share = max(1.0 / every, 1.0 - math.exp(-reading)) if every > 1 else 1.0
+        return self._pace(group, requests, math.ceil(self.load.prompt_tokens / max(1.0, chunk)), share)
+
+    def _reading(
+        self, devices: tuple[int, ...], microbatches: int, steps: int, sequences: int
+    ) -> _Pace | None:
+        """A prompt is read in so many steps as soon as a sequence has ended."""
+        chunk = math.ceil(self.config.longer * self.load.prompt_tokens / steps)
+        sizes = sequences, _rounded(sequences + chunk, math.ceil)
+        pool = self.pool_tokens(sequences * microbatches, self.length)
+        group = GroupDraft(Role.MIXED, devices, sequences, sizes, microbatches, pool, self.length)
+        requests = min(1.0 / steps, sequences / (self.answers + steps + self.config.other_steps - 1))
+        return self._pace(group, requests, steps, steps * requests)
+
+    def _pace(self, group: GroupDraft, requests: float, reading_steps: int, share: float) -> _Pace | None:
+        """`share`: of the steps, those with prompt tokens. None: a step is too large."""
+        tokens, sequences = group.sizes[-1], group.sequences
+        if sequences > self.config.most_sequences or tokens > self.config.most_tokens:
             return None
-        price = self.price(largest, group.sequences, group.length)
-        step_us = reading_us = price.total_us(device)
-        if not self.fits(device, group.pool_tokens, price):
-            return None
-        if every > 1:
-            plain = self.price(group.sizes[0], group.sequences, group.length)
-            # A prompt is read at once, so steps are full only where several wait.
-            steps = max(1.0, 0.5 + self.load.prompt_tokens / (largest - self._answering(tokens)))
-            reading = steps * tokens / (self.answers + self.load.prompt_tokens)
-            share = max(1.0 / every, 1.0 - math.exp(-reading))
-            step_us = share * step_us + (1.0 - share) * plain.total_us(device)
-        return self._timed(policy, group, tokens, step_us, every, reading_us)
-
-    def _rhythms(self, tokens: int) -> list[int]:
-        """Steps per step with prompt tokens."""
-        every = set(self.config.every)
-        if self.load.ttft_ms is not None:
-            prompt, chunk = self.config.longer * self.load.prompt_tokens, tokens - self._answering(tokens)
-            every |= {math.ceil(prompt / (chunk * steps)) for steps in self.config.reading_steps}
-        return sorted(every)
+        full = self.price(tokens, sequences, group.length)
+        # Microbatches on the devices of a lane wait for one another.
+        share = 1.0 - (1.0 - min(1.0, share)) ** min(len(group.devices), group.microbatches)
+        plain = self.price(sequences, sequences, group.length) if share < 1.0 else full
+        us = share * full.us + (1.0 - share) * plain.us
+        return _Pace(group, StepPrice(us, full.temporary_bytes), full, requests, reading_steps)
 
     def _replicas(self, policy: str) -> Iterator[ServiceDraft]:
         """A group per device; for each time per token of some device, the best groups within it. Devices
@@ -396,7 +443,7 @@ class FluidModel:
 
     def _seats(self, device: int, policy: str) -> Iterator[_Seat]:
         role = Role.ANSWERS if policy == PREFILL_DECODE else Role.MIXED
-        for sequences in dict.fromkeys(_even(size) for size in self._sizes(2 * self.config.per_doubling)):
+        for sequences in self.num_sequences:
             pool = self.pool_tokens(sequences, self.length)
             plain = self.price(sequences, sequences, self.length)
             if sequences > self.config.most_sequences or not self.fits(device, pool, plain):
@@ -480,21 +527,15 @@ class FluidModel:
                 yield replace(draft, groups=groups, tokens_per_s=copies * draft.tokens_per_s)
 
     def _lanes(self, policy: str) -> Iterator[ServiceDraft]:
+        def draft(pace: _Pace) -> ServiceDraft | None:
+            times = (self._host_us if self.has_host else self._lane_us)(policy, pace.price, pace.group)
+            step_us = min(times, default=None)
+            return None if step_us is None else self._timed(policy, pace, step_us)
+
         num = len(self.used)
         # A host reads its weights again for every microbatch.
         for in_flight in (1, 2) if self.has_host else (num, num + 1, 2 * num) if num > 1 else ():
-            draft = partial(self._lane, policy, in_flight)
-            yield from (fitting for tokens in self._filling(draft) if (fitting := draft(tokens)) is not None)
-
-    def _lane(self, policy: str, in_flight: int, tokens: int) -> ServiceDraft | None:
-        """None: it does not fit."""
-        group = self._mixed(self.used, tokens, in_flight)
-        if group.sequences > self.config.most_sequences:
-            return None
-        price = self.price(tokens, group.sequences, group.length)
-        times = (self._host_us if self.has_host else self._lane_us)(policy, price, group)
-        step_us = min(times, default=None)
-        return None if step_us is None else self._timed(policy, group, tokens, step_us)
+            yield from self._paced(self.used, in_flight, (1,), draft)
 
     def _lane_us(self, policy: str, price: StepPrice, group: GroupDraft) -> Iterator[float]:
         model, num = self.model, len(self.used)
@@ -605,10 +646,15 @@ class CapturedModel(FluidModel):
         return round(min(tokens, self.sizes[-1]))
 
     def _alone(self, device: int, policy: str) -> Iterator[ServiceDraft]:
-        group = self._group(Role.MIXED, (device,), self.microbatches if policy == SINGLE else self._each)
-        tokens = self._mean_tokens
-        step_us = self.price(tokens, self.sequences, self.length).total_us(device)
-        yield self._timed(policy, group, tokens, step_us)
+        pace = self._mean_pace((device,), self.microbatches if policy == SINGLE else self._each)
+        yield self._timed(policy, pace, pace.price.total_us(device))
+
+    def _mean_pace(self, devices: tuple[int, ...], microbatches: int) -> _Pace:
+        group, tokens = self._group(Role.MIXED, devices, microbatches), self._mean_tokens
+        chunk = group.sizes[-1] - self._answering(tokens)
+        requests = min(tokens / (self.answers + self.load.prompt_tokens), chunk / self.load.prompt_tokens)
+        price = self.price(tokens, self.sequences, self.length)
+        return _Pace(group, price, price, requests, math.ceil(self.load.prompt_tokens / max(1.0, chunk)))
 
     def _seats(self, device: int, policy: str) -> Iterator[_Seat]:
         plain, mixed = (
@@ -628,10 +674,8 @@ class CapturedModel(FluidModel):
         if len(self.used) < 2:
             return
         least = 1 if self.has_host else self.config.least_microbatches
-        group = self._group(Role.MIXED, self.used, max(least, self.microbatches))
-        price = self.price(self._mean_tokens, self.sequences, self.length)
-        step_us = _together_us(price, self.used) / self.config.efficiency
-        yield self._timed(policy, group, self._mean_tokens, step_us)
+        pace = self._mean_pace(self.used, max(least, self.microbatches))
+        yield self._timed(policy, pace, _together_us(pace.price, self.used) / self.config.efficiency)
 
 
 def _undominated(drafts: Sequence[ServiceDraft]) -> list[ServiceDraft]:
@@ -683,7 +727,7 @@ def _pages(tokens: float) -> int:
 
 
 def _even(number: float) -> int:
-    step = 8 if number >= 32 else 2
+    step = 8 if number >= 32 else 2 if number > TILE else 1
     return step * math.ceil(number / step)
 
 

@@ -400,10 +400,21 @@ def test_memory_is_filled_between_two_step_sizes() -> None:
 
 
 @pytest.mark.parametrize(("policy", "token_bytes"), [("single", 1 << 21), ("layer-pipeline", 1 << 22)])
-def test_steps_are_as_small_as_memory_asks(policy: str, token_bytes: int) -> None:
+def test_groups_are_as_small_as_memory_asks(policy: str, token_bytes: int) -> None:
     """Also below the sizes that are tried elsewhere."""
     best = divided("emu:l40s,emu:l40s", token_bytes).drafts(policy)[0]
-    assert best.groups[0].sizes[-1] < FLUID.least_tokens
+    assert best.groups[0].sequences < FLUID.least_tokens
+
+
+@pytest.mark.parametrize("policy", ["single", "layer-pipeline"])
+def test_few_sequences_answer_in_nearly_all_steps(policy: str) -> None:
+    """Where memory allows few, a prompt is read in a large step as soon as a sequence has ended."""
+    found = replace(divided("emu:h20,emu:h20", token_bytes=12 << 20), load=Load(256, 512))
+    best = found.drafts(policy)[0]
+    (group,) = best.groups
+    num = group.sequences * group.microbatches
+    assert 1e-3 * best.tokens_per_s * best.tpot_ms > 0.9 * num
+    assert num < 32
 
 
 @pytest.mark.parametrize("lengths", [(64, 32), (2048, 64), (16, 1)])
