@@ -136,15 +136,10 @@ def view_of(tensor: torch.Tensor, part: BlockPart) -> torch.Tensor:
 
 def fill(target: torch.Tensor, values: torch.Tensor) -> None:
     """Copies `values` into `target`, whose elements may share memory."""
-    if not target.numel():
-        return
-    dims = list(zip(target.shape, target.stride(), strict=True))
-    span = 1 + sum((n - 1) * s for n, s in dims)
-    if span >= target.numel() and all(s or n < 2 for n, s in dims):
-        target.copy_(values)
-        return
-    places = torch.arange(span).as_strided(target.shape, target.stride())
-    target.as_strided((span,), (1,))[places.reshape(-1)] = values.reshape(-1)
+    for dim, stride in enumerate(target.stride()):
+        if stride == 0 and target.shape[dim]:
+            target, values = target.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    target.copy_(values)
 
 
 def flatten(

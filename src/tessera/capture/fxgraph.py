@@ -1,8 +1,8 @@
 """GraphStep: a torch.fx graph from Dynamo, with the names of its model.
 
-Dynamo passes weights without modules. Its metadata gives their origin: empty modules at the original paths
-hold the weights, and each node runs inside a call of its module, so a capture has the model's scopes and
-weight names.
+Dynamo passes weights without modules. Its metadata gives their origin: the step holds them as buffers with
+dotted names, and each node runs inside a call of an empty module named like its own, so a capture has the
+model's scopes and weight names.
 """
 
 import functools
@@ -43,24 +43,25 @@ class GraphStep(torch.nn.Module):
         scopes = {node: _scope(node) for node in graph.graph.nodes}
         roots = {path[0] for path in (*(paths[i] for i in weights), *scopes.values()) if path}
         start = 1 if len(roots) == 1 else 0  # the only root is the model: drop its name
-        self._places = {node: self._place(path[start:]) for node, path in scopes.items()}
-        self._held = {i: self._hold(paths[i][start:], nodes[i].name) for i in weights}
+        named = {node: ".".join(path[start:]) for node, path in scopes.items()}
+        self._places = {n: self._modules.setdefault(name, Place()) for n, name in named.items() if name}
+        held = unique([".".join(paths[i][start:]) or nodes[i].name for i in weights])
+        self._held = dict(zip(weights, held, strict=True))
         self._names = unique([_name(path, node) for path, node in zip(paths, nodes, strict=True)])
 
     @contextmanager
     def holding(self, args: Sequence[Any]) -> Iterator[dict[str, Any]]:
         """Yields the arguments that are no weights."""
         try:
-            for number, (holder, key) in self._held.items():
-                holder[key] = like(args[number], args[number])
+            for number, name in self._held.items():
+                self._buffers[name] = like(args[number], args[number])
             yield {name: args[i] for i, name in enumerate(self._names) if i not in self._held}
         finally:
-            for holder, key in self._held.values():
-                holder[key] = None
+            self._buffers.update(dict.fromkeys(self._held.values()))
 
     def forward(self, **inputs: Any) -> Any:
         args = [
-            self._held[i][0][self._held[i][1]] if i in self._held else inputs[name]
+            self._buffers[self._held[i]] if i in self._held else inputs[name]
             for i, name in enumerate(self._names)
         ]
         nodes = _Nodes(self._graph[0], self._places)
@@ -70,26 +71,9 @@ class GraphStep(torch.nn.Module):
             nodes.leave()
             raise
 
-    def _place(self, path: Path) -> torch.nn.Module:
-        place: torch.nn.Module = self
-        for word in path:
-            inner = place._modules.setdefault(word, Place())
-            if not isinstance(inner, Place):  # the graph itself
-                return place
-            place = inner
-        return place
-
-    def _hold(self, path: Path, name: str) -> tuple[dict[str, Any], str]:
-        *outer, key = path or (name,)
-        holder: dict[str, Any] = self._place(tuple(outer))._buffers
-        while key in holder:
-            key += "_"
-        holder[key] = None
-        return holder, key
-
 
 class _Nodes(torch.fx.Interpreter):
-    def __init__(self, graph: torch.fx.GraphModule, places: dict[torch.fx.Node, torch.nn.Module]) -> None:
+    def __init__(self, graph: torch.fx.GraphModule, places: dict[torch.fx.Node, Any]) -> None:
         super().__init__(graph)
         self.extra_traceback = False
         self._places = places
@@ -113,8 +97,8 @@ class _Nodes(torch.fx.Interpreter):
             return super().run_node(n)
         run = functools.partial(super().run_node, n)
         try:
-            place = self._places[n]
-            return place(run) if isinstance(place, Place) else run()
+            place = self._places.get(n)
+            return place(run) if isinstance(place, Place) else run()  # it may be the graph itself
         except CaptureError as error:
             raise CaptureError(error.message, error.remedy, place_of(n)) from error
 

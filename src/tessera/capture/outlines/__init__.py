@@ -9,7 +9,8 @@ import hashlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields, replace
-from importlib.resources import as_file, files
+from importlib.resources import files
+from importlib.resources.abc import Traversable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -38,12 +39,11 @@ def name_of(step: Step) -> str:
 
 
 def find(step: Step) -> Trace | None:
-    packaged = files(__name__).joinpath(name_of(step))
-    if packaged.is_file():
-        with as_file(packaged) as path:
+    for folder in (files(__name__), cache_folder("outlines")):
+        path = folder / name_of(step)
+        if path.is_file():
             return _read(path)
-    kept = cache_folder("outlines") / name_of(step)
-    return _read(kept) if kept.is_file() else None
+    return None
 
 
 def find_or_make(step: Step, compiled: Callable[[Step], Trace]) -> Trace:
@@ -64,7 +64,7 @@ def write(trace: Trace, path: Path) -> None:
     write_whole(path, [gzip.compress(b"".join(chunks_of(trace)), mtime=0)])
 
 
-def _read(path: Path) -> Trace | None:
+def _read(path: Traversable) -> Trace | None:
     """None for another version or a broken file."""
     try:
         return parse(Trace, gzip.decompress(path.read_bytes()), str(path))
