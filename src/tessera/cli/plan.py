@@ -12,7 +12,7 @@ from rich.console import RenderableType
 
 from tessera.cli.output import HIDDEN, Illustrated, Record, option, progress, shown
 from tessera.cli.plan_model import TRACES, ModelPlanFigures, PlannedLoad, is_model, plan_model
-from tessera.errors import MismatchError, TesseraError
+from tessera.errors import MismatchError, TesseraError, by_name
 from tessera.ir import Cluster, Costs, Device, Objective, Plan, Trace, WorkUnit, load, save
 from tessera.ir.plan import Robust
 from tessera.plan import PlanConfig, explain, latency_bound_us, parse_constraint, search_config
@@ -216,15 +216,16 @@ def plan(
 
 def prices_of(texts: Sequence[str]) -> dict[str, float]:
     """GPU -> USD per hour."""
+    return by_name(map(_price, texts), "--price")
 
-    prices = {}
-    for text in texts:
-        name, _, usd = text.partition("=")
-        with suppress(ValueError):
-            prices[gpu(name).name] = float(usd)
-        if not 0 < prices.get(gpu(name).name, 0) < math.inf:
-            raise TesseraError(f"'{text}' is no price of a card", "Write it as h20=1.10.", "--price")
-    return prices
+
+def _price(text: str) -> tuple[str, float]:
+    name, _, usd = text.partition("=")
+    card = gpu(name, "--price").name
+    with suppress(ValueError):
+        if 0 < float(usd) < math.inf:
+            return card, float(usd)
+    raise TesseraError(f"'{text}' is no price of a card", "Write it as h20=1.10.", "--price")
 
 
 def _plan_traces(

@@ -20,7 +20,7 @@ from tessera.cli.plan import LinkOption, MemoryOption
 from tessera.cli.plan_model import EffortOption, FrequenciesOption, MemoryShareOption, frequencies_of
 from tessera.cli.remote import MeetingOptions
 from tessera.cli.run import TransportOption
-from tessera.errors import TesseraError, check_known, extra_module
+from tessera.errors import TesseraError, by_name, check_known, extra_module
 from tessera.ir import MEMORY_SHARE, Cluster, Load
 from tessera.ir.files import packaged, read_text
 from tessera.profile import cap_memory, parse_devices
@@ -188,6 +188,10 @@ class ServeConfig(MeetingOptions):
         return is_single_device(model) or weight_bytes(place_of(model)) <= HELD_SHARE * held
 
     @property
+    def adapters(self) -> dict[str, str]:
+        return by_name(map(_adapter, self.lora or ()), "--lora")
+
+    @property
     def tls(self) -> tuple[str, str] | None:
         return (str(self.tls_cert), str(self.tls_key)) if self.tls_cert and self.tls_key else None
 
@@ -207,7 +211,6 @@ class ServeConfig(MeetingOptions):
         check_known("transport", self.transport, NAMES, "--transport")
         check_known("policy", self.policy, (AUTO, *POLICIES), "--policy")
         read_keys(self.api_key or ())
-        _adapters(self.lora or [])
 
     @property
     def limits(self) -> "HttpLimits":
@@ -228,7 +231,7 @@ class ServeConfig(MeetingOptions):
             policies=(self.policy,),
             random_weights=self.random_weights,
             effort=self.effort,
-            adapters=_adapters(self.lora or []),
+            adapters=tuple(self.adapters.items()),
             expert_frequencies=tuple((module, tuple(often)) for module, often in frequencies),
         )
         if not (self.prompt_tokens and self.output_tokens):
@@ -238,17 +241,12 @@ class ServeConfig(MeetingOptions):
         return replace(spec, load=load, is_for_load=is_free)
 
 
-def _adapters(words: list[str]) -> tuple[tuple[str, str], ...]:
-    adapters: dict[str, str] = {}
-    for text in words:
-        name, _, folder = text.partition("=")
-        if not name or not (Path(folder) / "adapter_config.json").is_file():
-            message = f"--lora must be NAME=FOLDER with an adapter_config.json in FOLDER, got {text!r}"
-            raise TesseraError(message, "Name a folder that peft has saved.")
-        if name in adapters:
-            raise TesseraError(f"--lora has the name {name!r} twice", "Give every adapter its own name.")
-        adapters[name] = str(Path(folder).resolve())
-    return tuple(adapters.items())
+def _adapter(text: str) -> tuple[str, str]:
+    name, _, folder = text.partition("=")
+    if not name or not (Path(folder) / "adapter_config.json").is_file():
+        message = f"it must be NAME=FOLDER with an adapter_config.json in FOLDER, got '{text}'"
+        raise TesseraError(message, "Name a folder that peft has saved.", "--lora")
+    return name, str(Path(folder).resolve())
 
 
 def read_keys(words: Iterable[str]) -> tuple[str, ...]:

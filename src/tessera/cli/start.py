@@ -70,8 +70,10 @@ def started(
 ) -> Iterator[RunningService]:
     """`hub` connects workers of other machines."""
     name = config.served_model_name or (Path(model).name if Path(model).is_dir() else model)
-    if any(text.startswith(f"{name}=") for text in config.lora or ()):
-        raise TesseraError(f"--lora has the model's own name {name!r}", "Give the adapter another one.")
+    if name in config.adapters:
+        raise TesseraError(
+            f"this is the model's own name '{name}'", "Give the adapter another one.", "--lora"
+        )
     with ExitStack() as stack:
         start = _Start(model, name, cluster, config, stack)
         if is_single_device(model):
