@@ -100,7 +100,7 @@ def test_requests_that_nothing_can_serve_are_counted(
 MISTAKES = [
     (["--arrivals", "{holes.csv}"], "holes.csv:2: a hole in the log: there is nothing under 'ContextTokens'"),
     (["--arrivals", "posson:3"], "unknown kind of arrivals 'posson'"),
-    (["--arrivals", "poisson:5", "--lose", "d9@1"], "the plan has no device 'd9'"),
+    (["--arrivals", "poisson:5", "--lose", "d9@1"], "unknown device 'd9'; known: "),
     (["--arrivals", "poisson:5", "--lose", "d1"], "Write DEVICE@SECONDS"),
     (["--arrivals", "poisson:5", "--lose", "d1@9-3"], "Write DEVICE@SECONDS-SECONDS"),
     (["--arrivals", "poisson:5", "--slow", "d1@1"], "Write DEVICE@SECONDSxFACTOR"),

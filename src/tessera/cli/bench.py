@@ -20,6 +20,7 @@ from tessera.cli.output import (
     progress,
     shown,
 )
+from tessera.cli.render import RecordTable
 from tessera.cli.serve_options import KeyOption, key_of
 from tessera.errors import LoadError, TesseraError, extra_module
 from tessera.simulate.arrivals import make_arrivals
@@ -50,12 +51,6 @@ class LatencyLine(Record, frozen=True):
     median_ms: float | None
     p90_ms: float | None
     p99_ms: float | None
-
-
-class LatencyTable(Record, frozen=True):
-    """The JSON has the metrics under the names of `vllm bench serve`."""
-
-    latencies: Annotated[dict[str, LatencyLine], shown("latencies, measured by the client")]
 
 
 class ErrorKind(Record, frozen=True):
@@ -200,12 +195,13 @@ def bench_serve(
     return Illustrated(msgspec.convert(columns, BenchServe), (_latencies(columns),))
 
 
-def _latencies(columns: dict[str, Any]) -> LatencyTable:
+def _latencies(columns: dict[str, Any]) -> RecordTable:
+    """The JSON has the metrics under the names of `vllm bench serve`."""
     lines = {}
     for metric, words in METRICS.items():
         values = {f"{name}_ms": columns[f"{name}_{metric}_ms"] for name in STATISTICS if name != "std"}
         lines[words] = LatencyLine(**values)
-    return LatencyTable(latencies=lines)
+    return RecordTable("latencies, measured by the client", lines)
 
 
 app = typer.Typer(

@@ -1,5 +1,6 @@
 """tessera calibrate: the few launches that reduce a plan's error most, measured on a card of this machine."""
 
+from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -125,8 +126,8 @@ def _traces(model: str, is_small: bool) -> list[Trace]:
 
 
 def _ratios(rows: Iterable[MeasuredWork]) -> dict[str, float]:
-    sums: dict[str, tuple[float, float]] = {}
+    us, modelled_us = defaultdict[str, float](float), defaultdict[str, float](float)
     for row in rows:
-        us, modelled = sums.get(row.work.op.value, (0.0, 0.0))
-        sums[row.work.op.value] = us + row.us, modelled + row.modelled_us
-    return {op: us / modelled for op, (us, modelled) in sorted(sums.items()) if modelled > 0}
+        us[row.work.op.value] += row.us
+        modelled_us[row.work.op.value] += row.modelled_us
+    return {op: us[op] / modelled_us[op] for op in sorted(us) if modelled_us[op] > 0}

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from tessera.cli.output import HIDDEN, Record, option, progress, shown
+from tessera.cli.output import HIDDEN, Record, option, progress, shown, written
 from tessera.errors import TesseraError
 from tessera.ir import BufferKind, Step, Trace, save
 
@@ -48,31 +48,19 @@ def capture(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     step: Annotated[str | None, option(STEP_HELP, default="decode where there is one")] = None,
     batch: Annotated[int, option("Rows of the batch.", min=1)] = 1,
-    context: Annotated[
-        int,
-        option(
-            "Tokens per row: of the prompt (prefill), of the cache (decode), of an image (encode).", min=1
-        ),
-    ] = 128,
+    context: Annotated[int, option("Tokens per row: of the prompt, the cache or the image.", min=1)] = 128,
     reserve: Annotated[int, option("Tokens per row that decodes may add after this prefill.", min=0)] = 0,
     seed: Annotated[int, option("Seed of the random weights.")] = 0,
     random_weights: RandomWeights = False,
     inputs: Annotated[
         Path | None,
-        option(
-            "File of named inputs (safetensors, npz or json) in place of random ones; for folders.",
-            default=False,
-        ),
+        option("Named inputs of a folder's model: safetensors, npz or json.", default="random ones"),
     ] = None,
-    device: Annotated[
-        str, option("Where to record: cpu, cuda:N, or fake (no GPU and no weights needed).")
-    ] = "cpu",
+    device: Annotated[str, option("Where to record: cpu, cuda:N, or fake (no GPU, no weights).")] = "cpu",
     compiled: Annotated[
         bool, option("Record the kernels that Inductor makes of the step, for a GPU.", "--compiled")
     ] = False,
-    output: Annotated[
-        Path | None, option("The trace to write.", "-o", "--output", default="STEP.trace")
-    ] = None,
+    output: Annotated[Path | None, written("trace", "STEP.trace")] = None,
 ) -> CapturedTrace:
     """Record the launches of one step of a model."""
     with progress("importing torch", 3) as advance:

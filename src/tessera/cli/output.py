@@ -26,7 +26,7 @@ from typing import Annotated, Any, Generic, Self, TypeVar
 
 import msgspec
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -36,14 +36,14 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from tessera.cli.render import render
+from tessera.cli.render import parts_of
 from tessera.errors import TesseraError, check_known
 from tessera.ir.timeline import HIDDEN, shown
 
 __all__ = [
     "FILE", "HIDDEN", "PER_TOKEN", "TO_FIRST", "Illustrated", "JsonOption", "Record", "UsageError",
     "arguments_of", "console", "excludes", "limit_ms", "needs", "only_if", "option", "positive",
-    "print_record", "printed", "progress", "say", "shown",
+    "print_record", "printed", "progress", "say", "shown", "written",
 ]  # fmt: skip
 
 # Seconds before the first plain line; between two lines of a counted job.
@@ -75,9 +75,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         """The error to raise after the record is printed."""
         return None
 
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from parts_of(self)
+
     def _repr_html_(self) -> str:
         screen = Console(highlight=False, record=True, file=io.StringIO(), width=PAGE_COLUMNS)
-        render(self, screen)
+        screen.print(self)
         return screen.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
 
@@ -94,7 +97,7 @@ class Illustrated(Generic[R_co]):
     """A record, and what is printed for people before it."""
 
     record: R_co
-    pictures: tuple[RenderableType | Record, ...]
+    pictures: tuple[RenderableType, ...]
 
 
 def printed(function: Callable[..., Any]) -> Callable[..., None]:
@@ -167,6 +170,10 @@ def _words(value: Any, is_list: bool) -> str | list[str]:
     return [str(item) for item in (value if isinstance(value, list | tuple) else [value])]
 
 
+def written(what: str, default: str) -> Any:
+    return option(f"The {what} to write.", "-o", "--output", default=default)
+
+
 def limit_ms(of: str, **more: Any) -> Any:
     return option(f"Limit of milliseconds {of}.", default="no limit", **more)
 
@@ -183,9 +190,8 @@ def print_record(
         typer.echo((document if is_line else msgspec.json.format(document, indent=2)).decode())
     else:
         out = console()
-        for picture in pictures:
-            render(picture, out) if isinstance(picture, Record) else out.print(picture)
-        render(record, out)
+        for part in (*pictures, record):
+            out.print(part)
     if problem := record.problem():
         raise problem
 

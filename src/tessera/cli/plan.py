@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 from rich.console import RenderableType
 
-from tessera.cli.output import HIDDEN, Illustrated, Record, option, progress, shown
+from tessera.cli.output import HIDDEN, Illustrated, Record, option, progress, shown, written
 from tessera.cli.plan_model import TRACES, ModelPlanFigures, PlannedLoad, is_model, plan_model
+from tessera.cli.render import RecordTable
 from tessera.errors import MismatchError, TesseraError, by_name
 from tessera.ir import Cluster, Costs, Device, Objective, Plan, Trace, WorkUnit, load, save
 from tessera.ir.plan import Robust
@@ -19,7 +20,7 @@ from tessera.plan import PlanConfig, explain, latency_bound_us, parse_constraint
 from tessera.plan.explain import DeviceMemory, Gain, KernelUse, Reason, Usage
 from tessera.profile import cap_memory, gpu, parse_devices, sureness, wire
 from tessera.profile.coverage import Sureness
-from tessera.report import PolicyLine, UsedDevice, compared, device_uses, layer_picture, main_lane
+from tessera.report import compared, device_uses, layer_picture, main_lane
 
 LINK_HELP = (
     "Link between devices: pcie4, pcie5, nvlink, ib100, ib200, ib400 or measured. May be repeated for pairs: "
@@ -107,11 +108,6 @@ class PlanFigures(Record, frozen=True):
     headline: str = ""
 
 
-class PlanTables(Record, frozen=True):
-    devices: Annotated[tuple[UsedDevice, ...], shown("devices (utilisation modelled)")]
-    policies: Annotated[tuple[PolicyLine, ...], shown("against coarser policies (modelled costs, simulated)")]
-
-
 @dataclass(frozen=True, kw_only=True)
 class PricedDevices:
     costs: Annotated[list[Path] | None, option("Costs, one per trace in any order.", callback=TRACES)] = None
@@ -161,10 +157,7 @@ class PricedDevices:
 
 def plan(
     traces: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="MODEL | TRACES", help="A model, or the traces of a request's steps, in order."
-        ),
+        list[str], typer.Argument(metavar="MODEL | TRACES", help="A model, or a request's traces in order.")
     ],
     prices: PricedDevices,
     options: PlannedLoad,
@@ -182,9 +175,7 @@ def plan(
     explain: Annotated[
         bool, option("Say why: utilisation and every kernel.", "--explain", callback=TRACES)
     ] = False,
-    output: Annotated[
-        Path | None, option("The plan to write.", "-o", "--output", default="LAST TRACE.plan; MODEL.plan")
-    ] = None,
+    output: Annotated[Path | None, written("plan", "LAST TRACE.plan; MODEL.plan")] = None,
 ) -> Illustrated[PlanFigures] | ModelPlanFigures:
     """Decide which device runs which launch, and what that gives.
 
@@ -296,7 +287,9 @@ def reasons_of(plan: Plan) -> PlanReasons:
     return PlanReasons.of(explain(plan), latency_bound_us=latency_bound_us(plan))
 
 
-def pictures(plan: Plan) -> tuple[RenderableType | Record, ...]:
-    step = len(plan.unit.graphs) - 1
-    tables = PlanTables(devices=device_uses(plan), policies=compared(plan))
-    return layer_picture(plan, main_lane(plan), step), tables
+def pictures(plan: Plan) -> tuple[RenderableType, ...]:
+    return (
+        layer_picture(plan, main_lane(plan), len(plan.unit.graphs) - 1),
+        RecordTable("devices (utilisation modelled)", device_uses(plan)),
+        RecordTable("against coarser policies (modelled costs, simulated)", compared(plan)),
+    )

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from tessera.cli.output import HIDDEN, Record, option, progress, say, shown
+from tessera.cli.output import HIDDEN, Record, option, progress, say, shown, written
 from tessera.cli.run import TransportOption
 from tessera.errors import DeviceGone, TesseraError
 from tessera.ir import Cost, Costs, Device, Source, Trace, load, save
@@ -73,9 +73,7 @@ class ProfileReport(Record, frozen=True):
 def profile(
     trace: Annotated[Path | None, typer.Argument(help="The trace to price.", show_default=False)] = None,
     devices: Annotated[str, option(DEVICES_HELP)] = "",
-    output: Annotated[
-        Path | None, option("The costs to write.", "-o", "--output", default="TRACE.costs")
-    ] = None,
+    output: Annotated[Path | None, written("costs", "TRACE.costs")] = None,
     store: Annotated[
         Path | None,
         option(

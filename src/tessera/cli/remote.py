@@ -130,12 +130,17 @@ def work(
     from tessera.execute.engine_connection import EngineAddress
     from tessera.serve.joining import LocalModel, keep_working
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the session too, as Ctrl-C does
+    interruptible()
     if rank is None or meeting.store is not None:
         rank = meeting.rank
     engine = EngineAddress(*meeting.address(), meeting.secret, digest)
     say(f"a worker for {engine.place}")
     keep_working(engine, rank, make or LocalModel(), patience_s, again_s, say)
+
+
+def interruptible() -> None:
+    """SIGTERM acts like Ctrl-C, so that sessions and workers end too."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @contextmanager

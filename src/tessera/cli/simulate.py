@@ -11,7 +11,7 @@ import typer
 
 from tessera.cli.output import Record, excludes, needs, option, progress, say, shown
 from tessera.cli.plan_model import ServiceFigures
-from tessera.errors import ArrivalsError, MismatchError, TesseraError
+from tessera.errors import ArrivalsError, MismatchError, TesseraError, check_known
 from tessera.ir import Arrivals, Clock, Decision, Plan, ServicePlan, Timeline, kind_of, load, save
 from tessera.ir.units import quantile
 from tessera.simulate.arrivals import make_arrivals
@@ -211,9 +211,7 @@ def simulate_service(
     if any(other.cluster != plan.cluster for other in plans):
         raise MismatchError("the plans are for different devices", "Plan both for the same devices.")
     for device in (*(loss.device for loss in faults.losses), *(name for name, _, _ in faults.slowdowns)):
-        if device not in plan.cluster.names:
-            names = ", ".join(plan.cluster.names)
-            raise ArrivalsError(f"the plan has no device '{device}'", f"Its devices: {names}.")
+        check_known("device", device, plan.cluster.names, "--lose, --slow")
     if arrivals is None:
         clients = plan.expected.clients if plan.expected else None
         played = Played(rehearse(plan, plan.load, clients, seed), plan.policy)
