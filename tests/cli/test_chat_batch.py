@@ -261,7 +261,7 @@ def test_batch_refuses_at_the_line(
 
 def test_batch_refuses_what_is_nested_too_deeply(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "in.jsonl"
-    source.write_text("[" * 100_000)
+    source.write_text('{"body": {"a": ' + "[" * 100_000)
     code, _, err = call("batch", source, tmp_path / "out.jsonl", capsys=capsys)
     assert 2 == code
     assert "maximum recursion depth exceeded" in err

@@ -49,8 +49,8 @@ class PtxReport(Record, frozen=True):
 
 def analyze(
     file: Annotated[Path, typer.Argument(help="A trace, or a file of PTX (NAME.ptx).")],
-    output: Annotated[Path | None, option("Write a trace's graph here.", "-o", "--output")] = None,
-    explain: Annotated[str | None, option("PTX kernel whose accesses are shown by line.")] = None,
+    output: Path | None = option(None, "Write a trace's graph here.", "-o", "--output"),
+    explain: str | None = option(None, "PTX kernel whose accesses are shown by line."),
 ) -> GraphSummary | PtxReport | Illustrated[PtxReport]:
     """Find what depends on what in a trace, or in PTX kernels.
 

@@ -64,11 +64,11 @@ def batch(
         Path, typer.Argument(metavar="OUT.jsonl", dir_okay=False, help="Answers; continued if it exists.")
     ],
     server: ServerOptions,
-    target: Annotated[
-        str | None, option("Server, as http://127.0.0.1:8000, or a model.", default="the requests' model")
-    ] = None,
+    target: str | None = option(
+        None, "Server, as http://127.0.0.1:8000, or a model.", shown="the requests' model"
+    ),
     effort: EffortOption = "full",
-    at_once: Annotated[int, option("Requests in flight.", min=1, max=1024)] = 64,
+    at_once: int = option(64, "Requests in flight.", min=1, max=1024),
 ) -> BatchRun:
     """Answer a file of requests in OpenAI's batch format.
 

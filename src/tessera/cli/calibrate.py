@@ -43,13 +43,9 @@ class CalibrationReport(Record, frozen=True):
 
 def calibrate(
     device: Annotated[str, typer.Argument(help="A device of this machine: cuda:0 or cpu.")],
-    model: Annotated[
-        str, option("Model whose launches are measured.", default="llama-3-8b; on a CPU tiny-llama")
-    ] = "",
-    num: Annotated[int, option("Launches to measure, at most.", "--launches", min=1)] = 36,
-    store: Annotated[
-        Path | None, option("Where measurements are kept between commands.", default=False)
-    ] = None,
+    model: str = option("", "Model whose launches are measured.", shown="llama-3-8b; on a CPU tiny-llama"),
+    num: int = option(36, "Launches to measure, at most.", "--launches", min=1),
+    store: Path | None = option(None, "Where measurements are kept between commands.", shown=False),
 ) -> CalibrationReport:
     """Measure the launches that reduce a plan's error most.
 

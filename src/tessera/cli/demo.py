@@ -84,11 +84,11 @@ class SmallRuns:
 
 
 def demo(
-    devices: Annotated[str, option("Two or more devices that serve the small model.")] = "emu:a100,emu:l40s",
-    link: Annotated[str, option("Link between the devices.")] = "pcie4",
-    tokens: Annotated[int, option("Tokens to generate for each request.", min=1)] = 16,
+    devices: str = option("emu:a100,emu:l40s", "Two or more devices that serve the small model."),
+    link: str = option("pcie4", "Link between the devices."),
+    tokens: int = option(16, "Tokens to generate for each request.", min=1),
     effort: plan_model.EffortOption = "full",
-    output: Annotated[Path, option("Folder for what is written.", "-o", "--output")] = Path("tessera-demo"),
+    output: Path = option(Path("tessera-demo"), "Folder for what is written.", "-o", "--output"),
 ) -> Illustrated[DemoRun]:
     """Show the gain, the proof and a service, without a GPU.
 

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, Generic, Self, TypeVar
 
 import msgspec
@@ -42,7 +42,7 @@ from tessera.ir.timeline import HIDDEN, shown
 
 __all__ = [
     "FILE", "HIDDEN", "PER_TOKEN", "TO_FIRST", "Illustrated", "JsonOption", "Record", "UsageError",
-    "arguments_of", "console", "excludes", "limit_ms", "needs", "only_if", "option", "positive",
+    "arguments_of", "console", "excludes", "info", "limit_ms", "needs", "only_if", "option", "positive",
     "print_record", "printed", "progress", "say", "shown", "written",
 ]  # fmt: skip
 
@@ -51,7 +51,9 @@ QUIET_S, PAUSE_S = 2.0, 10.0
 FILE = {"exists": True, "dir_okay": False}
 # Width of a record in a notebook.
 PAGE_COLUMNS = 100
-ONLY_NAMED = inspect.Parameter.KEYWORD_ONLY
+ONLY_NAMED, NO_DEFAULT = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty
+# Of a field: its option.
+OPTION = "option"
 # In click's context: (parameter, test, why) of options that are set.
 CONDITIONS = "tessera.conditions"
 PER_TOKEN = "per output token: median over the requests of every group"
@@ -84,11 +86,17 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         return screen.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
 
-def option(help: str, *names: str, default: str | bool = True, **more: Any) -> Any:
-    return typer.Option(*names, help=help, show_default=default, **more)
+def info(help: str, *names: str, shown: str | bool = True, **more: Any) -> Any:
+    """In the annotated type of an option that several commands have, or that has no default."""
+    return typer.Option(*names, help=help, show_default=shown, **more)
 
 
-JsonOption = Annotated[bool, option("Print one JSON document instead of tables.", "--json")]
+def option(default: Any, help: str, *names: str, **more: Any) -> Any:
+    """The default of a command's parameter, or of a field of its options."""
+    return field(default=default, metadata={OPTION: info(help, *names, **more)})
+
+
+JsonOption = Annotated[bool, info("Print one JSON document instead of tables.", "--json")]
 R_co = TypeVar("R_co", bound=Record, covariant=True)
 
 
@@ -107,11 +115,10 @@ def printed(function: Callable[..., Any]) -> Callable[..., None]:
     for parameter in inspect.signature(function).parameters.values():
         config: Any = parameter.annotation
         if is_dataclass(config) and isinstance(config, type):
-            fields = list(inspect.signature(config).parameters.values())
-            configs[parameter.name] = config, [field.name for field in fields]
-            parameters += fields
+            configs[parameter.name] = config, [one.name for one in fields(config)]
+            parameters += [_parameter(one.name, one.type, one) for one in fields(config)]
         else:
-            parameters.append(parameter)
+            parameters.append(_parameter(parameter.name, config, parameter.default))
 
     @functools.wraps(function)
     def command(*, ctx: typer.Context, as_json: bool, **kwargs: Any) -> None:
@@ -129,12 +136,18 @@ def printed(function: Callable[..., Any]) -> Callable[..., None]:
         elif result is not None:
             print_record(result, as_json, seconds=time.perf_counter() - started_s)
 
-    parameters.append(inspect.Parameter("as_json", ONLY_NAMED, default=False, annotation=JsonOption))
-    parameters.append(inspect.Parameter("ctx", ONLY_NAMED, annotation=typer.Context))
-    parameters = [parameter.replace(kind=ONLY_NAMED) for parameter in parameters]
+    parameters += [_parameter("as_json", JsonOption, False), _parameter("ctx", typer.Context, NO_DEFAULT)]
     command.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
+
+
+def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
+    """`default` may be a dataclass's field, or the field that `option` makes."""
+    if isinstance(default, Field):
+        kind = Annotated[kind, default.metadata[OPTION]] if default.metadata else kind
+        default = default.default
+    return inspect.Parameter(name, ONLY_NAMED, default=default, annotation=kind)
 
 
 def arguments_of(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,11 +184,11 @@ def _words(value: Any, is_list: bool) -> str | list[str]:
 
 
 def written(what: str, default: str) -> Any:
-    return option(f"The {what} to write.", "-o", "--output", default=default)
+    return option(None, f"The {what} to write.", "-o", "--output", shown=default)
 
 
 def limit_ms(of: str, **more: Any) -> Any:
-    return option(f"Limit of milliseconds {of}.", default="no limit", **more)
+    return option(None, f"Limit of milliseconds {of}.", shown="no limit", **more)
 
 
 def print_record(

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import RenderableType
 
-from tessera.cli.output import HIDDEN, Illustrated, Record, option, progress, shown, written
+from tessera.cli.output import HIDDEN, Illustrated, Record, info, option, progress, shown, written
 from tessera.cli.plan_model import TRACES, ModelPlanFigures, PlannedLoad, is_model, plan_model
 from tessera.cli.render import RecordTable
 from tessera.errors import MismatchError, TesseraError, by_name
@@ -31,14 +31,14 @@ PIN_HELP = "Launches that must run there: attention=emu:a100, 'model.layers.0=em
 
 NUM_MICROBATCHES = 4
 
-LinkOption = Annotated[list[str] | None, option(LINK_HELP, default="pcie4")]
+LinkOption = Annotated[list[str] | None, info(LINK_HELP, shown="pcie4")]
 MemoryOption = Annotated[
     list[str] | None,
-    option("Cap of a device's memory: cuda:0=22GB; may be repeated.", "--memory", metavar="DEVICE=SIZE"),
+    info("Cap of a device's memory: cuda:0=22GB; may be repeated.", metavar="DEVICE=SIZE"),
 ]
 PriceOption = Annotated[
     list[str] | None,
-    option("Your own price, as h20=1.10 (USD per hour and card); may be repeated.", metavar="GPU=USD"),
+    info("Your own price, as h20=1.10 (USD per hour and card); may be repeated.", metavar="GPU=USD"),
 ]
 
 
@@ -110,12 +110,10 @@ class PlanFigures(Record, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class PricedDevices:
-    costs: Annotated[list[Path] | None, option("Costs, one per trace in any order.", callback=TRACES)] = None
-    devices: Annotated[str | None, option("Devices to price, in place of --costs: emu:a100,emu:l40s.")] = None
+    costs: list[Path] | None = option(None, "Costs, one per trace in any order.", callback=TRACES)
+    devices: str | None = option(None, "Devices to price, in place of --costs: emu:a100,emu:l40s.")
     link: LinkOption = None
-    bus: Annotated[list[str] | None, option("Devices whose links share one wire: emu:l40s,emu:l40s#1.")] = (
-        None
-    )
+    bus: list[str] | None = option(None, "Devices whose links share one wire: emu:l40s,emu:l40s#1.")
     memory: MemoryOption = None
     price: PriceOption = None
 
@@ -161,21 +159,18 @@ def plan(
     ],
     prices: PricedDevices,
     options: PlannedLoad,
-    counts: Annotated[
-        str | None, option("Runs of each step in a request, as 1,32.", default="1 each", callback=TRACES)
-    ] = None,
-    policy: Annotated[
-        str | None,
-        option("Force a coarser policy, such as data-parallel.", default="the best", callback=TRACES),
-    ] = None,
-    pin: Annotated[list[str] | None, option(PIN_HELP, callback=TRACES)] = None,
-    forbid: Annotated[
-        list[str] | None, option("Launches that must not run there: gemm=emu:l40s.", callback=TRACES)
-    ] = None,
-    explain: Annotated[
-        bool, option("Say why: utilisation and every kernel.", "--explain", callback=TRACES)
-    ] = False,
-    output: Annotated[Path | None, written("plan", "LAST TRACE.plan; MODEL.plan")] = None,
+    counts: str | None = option(
+        None, "Runs of each step in a request, as 1,32.", shown="1 each", callback=TRACES
+    ),
+    policy: str | None = option(
+        None, "Force a coarser policy, such as data-parallel.", shown="the best", callback=TRACES
+    ),
+    pin: list[str] | None = option(None, PIN_HELP, callback=TRACES),
+    forbid: list[str] | None = option(
+        None, "Launches that must not run there: gemm=emu:l40s.", callback=TRACES
+    ),
+    explain: bool = option(False, "Say why: utilisation and every kernel.", "--explain", callback=TRACES),
+    output: Path | None = written("plan", "LAST TRACE.plan; MODEL.plan"),
 ) -> Illustrated[PlanFigures] | ModelPlanFigures:
     """Decide which device runs which launch, and what that gives.
 

@@ -188,8 +188,10 @@ class RecordTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         columns = self._columns()
         yield _title(self.title)
-        choices = (_pieces(columns, options.max_width, folds) for folds in (False, True))
-        for number, piece in enumerate(min(filter(None, choices), key=len, default=[_table(columns, True)])):
+        choices = [
+            pieces for folds in (False, True) if (pieces := _pieces(columns, options.max_width, folds))
+        ]
+        for number, piece in enumerate(min(choices, key=len, default=[_table(columns, True)])):
             yield from [Text()] if number else []
             yield piece
 

@@ -24,7 +24,7 @@ class WrittenPage(Record, frozen=True):
 
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder with plans.")],
-    output: Annotated[Path | None, written("page", "DIR/report.html")] = None,
+    output: Path | None = written("page", "DIR/report.html"),
 ) -> WrittenPage:
     """Write one self-contained HTML page about what is in a folder.
 

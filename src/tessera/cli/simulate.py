@@ -35,24 +35,18 @@ LENGTHS_HELP = "Prompt and answer tokens: fixed:P,O, uniform:P,O, geometric:P,O 
 
 @dataclass(frozen=True)
 class PlayedRequests:
-    requests: Annotated[
-        int | None, option(REQUESTS_HELP, default="100; with a CSV file, all of it", min=1)
-    ] = None
-    arrivals: Annotated[str | None, option(ARRIVALS_HELP)] = None
-    monitor: Annotated[
-        bool, option("Let a monitor choose between two plans.", "--monitor", callback=ONLINE)
-    ] = False
-    lengths: Annotated[str | None, option(LENGTHS_HELP, callback=ONLINE)] = None
-    seed: Annotated[int, option("Random seed.", min=0)] = 0
-    noise: Annotated[
-        float, option("Relative error of every kernel type's cost.", callback=ONLINE, min=0.0, max=0.99)
-    ] = 0.0
-    lose: Annotated[
-        list[str] | None, option("Lose a device: DEVICE@SECONDS[-SECONDS when it is back].", callback=ONLINE)
-    ] = None
-    slow: Annotated[
-        list[str] | None, option("Slow a device down: DEVICE@SECONDSxFACTOR.", callback=ONLINE)
-    ] = None
+    requests: int | None = option(None, REQUESTS_HELP, shown="100; with a CSV file, all of it", min=1)
+    arrivals: str | None = option(None, ARRIVALS_HELP)
+    monitor: bool = option(False, "Let a monitor choose between two plans.", "--monitor", callback=ONLINE)
+    lengths: str | None = option(None, LENGTHS_HELP, callback=ONLINE)
+    seed: int = option(0, "Random seed.", min=0)
+    noise: float = option(
+        0.0, "Relative error of every kernel type's cost.", callback=ONLINE, min=0.0, max=0.99
+    )
+    lose: list[str] | None = option(
+        None, "Lose a device: DEVICE@SECONDS[-SECONDS when it is back].", callback=ONLINE
+    )
+    slow: list[str] | None = option(None, "Slow a device down: DEVICE@SECONDSxFACTOR.", callback=ONLINE)
 
     def arrived(self) -> Arrivals | None:
         """None: the full load of a service plan."""
@@ -146,8 +140,8 @@ def simulate(
     other: Annotated[
         Path | None, typer.Argument(callback=ONLINE, help="With --monitor: a second service plan.")
     ] = None,
-    trace: Annotated[Path | None, option("Perfetto trace to write.", default=False, callback=OFFLINE)] = None,
-    output: Annotated[Path | None, option("Timeline to write.", "-o", "--output", callback=OFFLINE)] = None,
+    trace: Path | None = option(None, "Perfetto trace to write.", shown=False, callback=OFFLINE),
+    output: Path | None = option(None, "Timeline to write.", "-o", "--output", callback=OFFLINE),
 ) -> SimulatedTimeline | SimulatedService:
     """Run requests through a plan on a virtual clock.
 

@@ -22,9 +22,9 @@ from tessera.ir import Trace, load
 
 def verify(
     file: Annotated[Path, typer.Argument(help="A trace, captured on the CPU.")],
-    orders: Annotated[int, option("Orders to try: legal ones, and broken ones of each class.", min=1)] = 20,
-    seed: Annotated[int, option("Seed of the orders.")] = 0,
-    requests: Annotated[int, option("Other requests to compare with the model itself.", min=1)] = 3,
+    orders: int = option(20, "Orders to try: legal ones, and broken ones of each class.", min=1),
+    seed: int = option(0, "Seed of the orders."),
+    requests: int = option(3, "Other requests to compare with the model itself.", min=1),
 ) -> Verified:
     """Try a trace's dependencies by running it in other orders.
 
