@@ -27,14 +27,7 @@ from typing import Annotated, Any, Generic, Self, TypeVar
 import msgspec
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import Progress, SpinnerColumn
 
 from tessera.cli.render import parts_of
 from tessera.errors import TesseraError, check_known
@@ -87,7 +80,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def info(help: str, *names: str, shown: str | bool = True, **more: Any) -> Any:
-    """In the annotated type of an option that several commands have, or that has no default."""
+    """Option in an annotated type: of several commands, or without a default."""
     return typer.Option(*names, help=help, show_default=shown, **more)
 
 
@@ -187,8 +180,12 @@ def written(what: str, default: str) -> Any:
     return option(None, f"The {what} to write.", "-o", "--output", shown=default)
 
 
-def limit_ms(of: str, **more: Any) -> Any:
-    return option(None, f"Limit of milliseconds {of}.", shown="no limit", **more)
+def limit_ms(of: str, condition: Callable[..., Any] | None = None) -> Any:
+    def checked(ctx: typer.Context, param: typer.CallbackParam, value: float | None) -> float | None:
+        limit = positive(param, value)
+        return limit if condition is None else condition(ctx, param, limit)
+
+    return option(None, f"Limit of milliseconds {of}.", shown="no limit", callback=checked)
 
 
 def print_record(
@@ -248,7 +245,7 @@ def option_name(param: typer.CallbackParam) -> str:
 
 
 def positive(param: typer.CallbackParam, value: float | None) -> float | None:
-    if value is not None and not value > 0:
+    if value is not None and value <= 0:
         raise TesseraError(f"must be above 0, got {value:g}", "See --help.", option_name(param))
     return value
 
@@ -267,7 +264,6 @@ def progress(label: str, total: int | None = None) -> Iterator[Callable[[str], N
 
     Without a terminal: plain lines after the first seconds; for a counted job, the latest now and then.
     """
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     screen = Console(stderr=True)
     if not screen.is_terminal:
         lines = _Lines(label, total)
@@ -276,7 +272,8 @@ def progress(label: str, total: int | None = None) -> Iterator[Callable[[str], N
         finally:
             lines.end()
         return
-    with Progress(*columns, TimeElapsedColumn(), console=screen, transient=True) as bar:
+    columns = SpinnerColumn(), *Progress.get_default_columns()
+    with Progress(*columns, console=screen, transient=True) as bar:
         task = bar.add_task(label, total=total)
 
         def advance(what: str) -> None:

@@ -4,7 +4,6 @@ A load with answers is planned as the service that carries it. What no service r
 prefills alone, images, one token of each sequence a step) is planned as its steps, at the best batch.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,8 +78,8 @@ class PlannedLoad:
         min=0,
         callback=MODEL,
     )
-    tpot_ms: float | None = limit_ms(f"{PER_TOKEN} (MODEL form)", callback=MODEL)
-    ttft_ms: float | None = limit_ms(f"{TO_FIRST} (MODEL form)", callback=MODEL)
+    tpot_ms: float | None = limit_ms(f"{PER_TOKEN} (MODEL form)", MODEL)
+    ttft_ms: float | None = limit_ms(f"{TO_FIRST} (MODEL form)", MODEL)
     random_weights: RandomWeights = False
     launches: Launches = None
     expert_frequencies: FrequenciesOption = None
@@ -193,7 +192,9 @@ def plan_model(model: str, options: PlannedLoad, cluster: ir.Cluster, path: Path
 def plan_load(
     target: ModelLoad, cluster: ir.Cluster, advance: Callable[[str], None] = lambda text: None
 ) -> PlannedModel:
-    _check(target)
+    if target.objective is ir.Objective.LATENCY:
+        remedy = "Limit it with --tpot-ms and --ttft-ms, or plan the traces of `tessera capture`."
+        raise TesseraError("needs traces, not a model's name", remedy, "--objective latency")
     from tessera.advise.raters import ServiceRater, rater_of
 
     rater = rater_of(target, cluster, advance)
@@ -207,15 +208,6 @@ def plan_load(
     if last.kind not in ("decode", "tokens") or ":" in last.model:  # a picture, or the user's callable
         notes.insert(0, ROWS)
     return PlannedModel(plan, comparison, rater.is_compiled, "; ".join(notes))
-
-
-def _check(target: ModelLoad) -> None:
-    if target.objective is ir.Objective.LATENCY:
-        remedy = "Limit it with --tpot-ms and --ttft-ms, or plan the traces of `tessera capture`."
-        raise TesseraError("needs traces, not a model's name", remedy, "--objective latency")
-    for name, limit in (("--tpot-ms", target.load.tpot_ms), ("--ttft-ms", target.load.ttft_ms)):
-        if limit is not None and not 0 < limit < math.inf:
-            raise TesseraError(f"{limit} ms is no limit", "Give a number above zero, or leave it out.", name)
 
 
 def model_figures(planned: PlannedModel, output: Path | None = None) -> ModelPlanFigures:

@@ -113,27 +113,27 @@ def serve_rank(plans: Sequence[Plan], meeting: Meeting) -> None:
     if meeting.rank >= len(names):
         message = f"there is no rank {meeting.rank}"
         raise TesseraError(message, f"The plan has {len(names)} devices, from 0.", "--rank")
-    work(meeting, make=LocalModel(may_import=True), again_s=AGAIN_S, digest=plans_digest(plans))
+    work(meeting, LocalModel(may_import=True), again_s=AGAIN_S, digest=plans_digest(plans))
 
 
 def work(
     meeting: Meeting,
+    make: "LocalModel",
     rank: int | None = None,
-    make: "LocalModel | None" = None,
     patience_s: float = 300.0,
     again_s: float = 5.0,
     digest: str = "",
 ) -> None:
     """Session after session, until no service answers."""
     from tessera.execute.engine_connection import EngineAddress
-    from tessera.serve.joining import LocalModel, keep_working
+    from tessera.serve.joining import keep_working
 
     interruptible()
     if rank is None or meeting.store is not None:
         rank = meeting.rank
     engine = EngineAddress(*meeting.address(), meeting.secret, digest)
     say(f"a worker for {engine.place}")
-    keep_working(engine, rank, make or LocalModel(), patience_s, again_s, say)
+    keep_working(engine, rank, make, patience_s, again_s, say)
 
 
 def interruptible() -> None:
@@ -196,4 +196,4 @@ def worker(
     from tessera.serve.joining import LocalModel
 
     meeting = Meeting.of(place.rendezvous, max(rank, 0), place.secret_file, place.torchrun)
-    work(meeting, rank, LocalModel(model, may_import=bool(model)), patience, again)
+    work(meeting, LocalModel(model, may_import=bool(model)), rank, patience, again)

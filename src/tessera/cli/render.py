@@ -191,7 +191,8 @@ class RecordTable:
         choices = [
             pieces for folds in (False, True) if (pieces := _pieces(columns, options.max_width, folds))
         ]
-        for number, piece in enumerate(min(choices, key=len, default=[_table(columns, True)])):
+        fewest = min(choices, key=len) if choices else [_table(columns, True)]
+        for number, piece in enumerate(fewest):
             yield from [Text()] if number else []
             yield piece
 

@@ -66,7 +66,7 @@ def serve(
     if meeting is not None and meeting.rank > 0:
         from tessera.serve.joining import LocalModel
 
-        work(meeting, make=LocalModel(model, may_import=True))
+        work(meeting, LocalModel(model, may_import=True))
         return
     sys.setswitchinterval(SWITCH_S)
     interruptible()

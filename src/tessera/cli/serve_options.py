@@ -38,7 +38,7 @@ NEAR = 0.7
 INSTEAD = packaged("cli", "instead.json", dict[str, str])
 
 PLANNED = excludes("plan", "is in the plan")
-NEEDS_LOAD: dict[str, Any] = {"min": 1e-3, "callback": needs("output_tokens")}
+NEEDS_LOAD = needs("output_tokens")
 POLICY_HELP = (
     "auto, single, data-parallel, prefill-decode, prefill-decode-fractional, attention-ffn, layer-pipeline, "
     "kernel-level or latency."
@@ -106,13 +106,13 @@ class ServeConfig(MeetingOptions):
     )
     prompt_tokens: int | None = option(
         None, "Mean prompt that the service is planned for, in tokens.",
-        shown="128", min=1, callback=needs("output_tokens"),
+        shown="128", min=1, callback=NEEDS_LOAD,
     )  # fmt: skip
     output_tokens: int | None = option(
         None, "Mean answer that the service is planned for, in tokens.", shown="64", min=1, callback=PLANNED
     )
-    tpot_ms: float | None = limit_ms(PER_TOKEN, **NEEDS_LOAD)
-    ttft_ms: float | None = limit_ms(TO_FIRST, **NEEDS_LOAD)
+    tpot_ms: float | None = limit_ms(PER_TOKEN, NEEDS_LOAD)
+    ttft_ms: float | None = limit_ms(TO_FIRST, NEEDS_LOAD)
     plan_cache: bool = option(True, "Reuse plans of an earlier start of the same service.")
     random_weights: RandomWeights = False
     policy: str = option("auto", POLICY_HELP, callback=PLANNED)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tessera.cli.output import Record, excludes, needs, option, progress, say, shown
+from tessera.cli.output import Record, needs, option, progress, say, shown
 from tessera.cli.plan_model import ServiceFigures
 from tessera.errors import ArrivalsError, MismatchError, TesseraError, check_known
 from tessera.ir import Arrivals, Clock, Decision, Plan, ServicePlan, Timeline, kind_of, load, save
@@ -24,7 +24,6 @@ LOSS = re.compile(r"(.+)@(\d+\.?\d*)(?:-(\d+\.?\d*))?")
 SLOWDOWN = re.compile(r"(.+)@(\d+\.?\d*)x(\d+\.?\d*)")
 
 ONLINE = needs("arrivals")
-OFFLINE = excludes("arrivals", "makes no timeline with --arrivals")
 REQUESTS_HELP = "Number of requests; of plans of steps, all wait at the start."
 ARRIVALS_HELP = (
     "Requests over time: a CSV file (BurstGPT or Azure), poisson:RATE, bursty:RATE[,PEAK,SHARE,SECONDS] or "
@@ -140,8 +139,8 @@ def simulate(
     other: Annotated[
         Path | None, typer.Argument(callback=ONLINE, help="With --monitor: a second service plan.")
     ] = None,
-    trace: Path | None = option(None, "Perfetto trace to write.", shown=False, callback=OFFLINE),
-    output: Path | None = option(None, "Timeline to write.", "-o", "--output", callback=OFFLINE),
+    trace: Path | None = option(None, "Perfetto trace to write.", shown=False),
+    output: Path | None = option(None, "Timeline to write.", "-o", "--output"),
 ) -> SimulatedTimeline | SimulatedService:
     """Run requests through a plan on a virtual clock.
 
@@ -154,6 +153,9 @@ def simulate(
         from tessera.capture.models import positions_of
         from tessera.serve.rehearse import shape_for
 
+        for name, path in (("--trace", trace), ("--output", output)):
+            if path is not None:
+                raise TesseraError("a service plan makes no timeline", "Leave it out.", name)
         if (other is not None) != options.monitor:
             message = "a monitor chooses between two service plans"
             raise TesseraError(message, "Give both or none.", "--monitor")

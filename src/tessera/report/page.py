@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -134,11 +135,10 @@ def _overview(
 def _columns(spans: Sequence[Span], total_us: float) -> list[tuple[int, str, str]]:
     paths: dict[tuple[int, int], list[str]] = defaultdict(list)
     start = 0
-    cells = _cells(spans, total_us)
-    for column in range(1, COLUMNS + 1):
-        if column == COLUMNS or cells[column] != cells[start]:
-            paths[cells[start]].append(f"M{start} 0h{column - start}v1H{start}z")
-            start = column
+    for cell, columns in groupby(_cells(spans, total_us)):
+        width = len(list(columns))
+        paths[cell].append(f"M{start} 0h{width}v1H{start}z")
+        start += width
     return [
         (colour, f"{level / LEVELS:g}", "".join(shapes)) for (colour, level), shapes in paths.items() if level
     ]
