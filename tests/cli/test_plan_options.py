@@ -151,6 +151,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--price", "a100=1", "--price", "a100=2"], "--price: 'a100' is given twice. Leave one of them."),
     (["--bus", "emu:a100"], "at least two devices"),
     (["--objective", "joy"], "--objective"),
+    (["--random-weights"], "--random-weights: needs a model's name, not traces"),
 ]
 
 

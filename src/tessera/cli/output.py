@@ -45,7 +45,7 @@ FILE = {"exists": True, "dir_okay": False}
 # Width of a record in a notebook.
 PAGE_COLUMNS = 100
 ONLY_NAMED, NO_DEFAULT = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty
-# Of a field: its option.
+# Key of the option in the metadata of a field.
 OPTION = "option"
 # In click's context: (parameter, test, why) of options that are set.
 CONDITIONS = "tessera.conditions"

@@ -183,8 +183,9 @@ def plan(
     if is_model(traces):
         return plan_model(traces[0], options, prices.cluster(), output)
 
-    if options.launches:
-        raise TesseraError("needs a model's name, not traces", place="--launches")
+    for name in ("launches", "random_weights", "expert_frequencies"):
+        if getattr(options, name):
+            raise TesseraError("needs a model's name, not traces", place=f"--{name.replace('_', '-')}")
     constraints = (
         *(parse_constraint(word, True) for word in pin or ()),
         *(parse_constraint(word, False) for word in forbid or ()),
