@@ -172,8 +172,7 @@ class SamplingParams:
     logprobs: int | None = None
 
     def fields(self) -> dict[str, Any]:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 class Completion(msgspec.Struct, frozen=True):

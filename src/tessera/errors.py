@@ -7,8 +7,9 @@ reaches the command line is a bug and keeps its traceback.
 from collections.abc import Iterable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 DISTRIBUTION = "tessera-gpu"
 
 
@@ -34,6 +35,16 @@ class UnknownName(TesseraError):
 def check_known(what: str, name: str, names: Iterable[str], place: str = "") -> None:
     if name not in names:
         raise UnknownName(what, name, names, place)
+
+
+def by_name(pairs: Iterable[tuple[str, T]], place: str) -> dict[str, T]:
+    """Values of NAME=VALUE options; of a name that is given twice, one value would be lost."""
+    values: dict[str, T] = {}
+    for name, value in pairs:
+        if name in values:
+            raise TesseraError(f"'{name}' is given twice", "Leave one of them.", place)
+        values[name] = value
+    return values
 
 
 def install_line(extra: str) -> str:

@@ -146,8 +146,12 @@ BAD: list[tuple[list[str], str]] = [
     (["--pin", "mm=emu:h100"], "unknown device 'emu:h100'"),
     (["--pin", "mm=emu:a100", "--pin", "mlp=emu:l40s"], "contradicts --pin mm=emu:a100"),
     (["--link", "emu:a100-emu:h100=nvlink"], "is not a pair of devices"),
+    (["--link", "emu:a100-emu:l40s=ib100", "--link", "emu:l40s>emu:a100=ib200"], "emu:a100' is given twice"),
+    (["--memory", "emu:a100=1GB", "--memory", "emu:a100=2GB"], "--memory: 'emu:a100' is given twice. Leave"),
+    (["--price", "a100=1", "--price", "a100=2"], "--price: 'a100' is given twice. Leave one of them."),
     (["--bus", "emu:a100"], "at least two devices"),
     (["--objective", "joy"], "--objective"),
+    (["--random-weights"], "--random-weights: needs a model's name, not traces"),
 ]
 
 

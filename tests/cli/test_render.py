@@ -11,7 +11,7 @@ from scripts.schemas import record_types
 from tessera.cli import COMMANDS
 from tessera.cli.output import HIDDEN, Record, print_record, shown
 from tessera.cli.plan_model import PolicyFigures
-from tessera.cli.render import fields_of, label, number, render
+from tessera.cli.render import fields_of, label, number
 from tessera.errors import TesseraError
 from tessera.plan.explain import KernelUse
 from tessera.plan.fluid import POLICIES
@@ -48,7 +48,7 @@ class Result(Record, frozen=True):
 def text(record: Record, width: int = 80) -> str:
     """What people see."""
     out = io.StringIO()
-    render(record, Console(file=out, width=width))
+    Console(file=out, width=width).print(record)
     return out.getvalue()
 
 

@@ -201,7 +201,7 @@ def test_missing_extra_names_the_line_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the extra the command says how to get it."""
-    monkeypatch.setattr("tessera.cli.serve.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
 
     assert 'pip install "tessera-gpu[serve]"' in complaint(capsys, "tiny-llama")
 

@@ -210,6 +210,14 @@ def test_an_adapter_has_a_name_of_its_own(tmp_path: Path, capsys: pytest.Capture
     assert (2, True) == (code, "the model's own name 'tiny-llama'" in said)
 
 
+def test_adapters_of_one_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(TesseraError, match="--lora: 'x' is given twice"):
+        tessera.serve("tiny-llama", devices="cpu", port=0, lora=[f"x={tmp_path}", f"x={tmp_path}"])
+    with pytest.raises(TesseraError, match=r"--lora: it must be NAME=FOLDER with an adapter_config\.json"):
+        tessera.serve("tiny-llama", devices="cpu", port=0, lora=["x=/nowhere"])
+
+
 def test_near_names_are_suggested(capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in {
         ("serve", "m", "--prot", "1"): "unknown option '--prot'; did you mean --port?",

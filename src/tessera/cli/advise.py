@@ -15,6 +15,7 @@ from tessera.cli.output import (
     PER_TOKEN,
     TO_FIRST,
     Record,
+    info,
     limit_ms,
     option,
     positive,
@@ -55,28 +56,24 @@ class AdviceRecord(Record, frozen=True):
 def advise(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     rate: Annotated[
-        float, option("Requests (diffusion models: images) per second to carry.", callback=positive)
+        float, info("Requests (diffusion models: images) per second to carry.", callback=positive)
     ],
-    prompt: Annotated[int | None, option("Tokens per prompt.", default="1024; images 4096", min=1)] = None,
-    output: Annotated[int | None, option("Tokens per answer.", default="256; images 40 steps", min=1)] = None,
-    slo_ttft_ms: Annotated[float | None, limit_ms(TO_FIRST, callback=positive)] = None,
-    slo_tpot_ms: Annotated[float | None, limit_ms(PER_TOKEN, callback=positive)] = None,
-    gpus: Annotated[str, option("GPUs to choose from, such as a100,l40s.", default="all")] = "",
-    max_devices: Annotated[int, option("Maximum number of GPUs to rent.", min=1)] = 4,
-    provider: Annotated[str, option("The only provider to rent from.", default="any one")] = "",
+    prompt: int | None = option(None, "Tokens per prompt.", shown="1024; images 4096", min=1),
+    output: int | None = option(None, "Tokens per answer.", shown="256; images 40 steps", min=1),
+    slo_ttft_ms: float | None = limit_ms(TO_FIRST),
+    slo_tpot_ms: float | None = limit_ms(PER_TOKEN),
+    gpus: str = option("", "GPUs to choose from, such as a100,l40s.", shown="all"),
+    max_devices: int = option(4, "Maximum number of GPUs to rent.", min=1),
+    provider: str = option("", "The only provider to rent from.", shown="any one"),
     price: PriceOption = None,
-    link: Annotated[
-        str, option("Link between the GPUs: pcie4, pcie5, nvlink, ib100, ib200 or ib400.")
-    ] = "pcie4",
-    margin: Annotated[float, option("Capacity to keep free, as a share of the rate.", min=0)] = 0.1,
+    link: str = option("pcie4", "Link between the GPUs: pcie4, pcie5, nvlink, ib100, ib200 or ib400."),
+    margin: float = option(0.1, "Capacity to keep free, as a share of the rate.", min=0),
     memory_share: plan_model.MemoryShareOption = MEMORY_SHARE,
     launches: Launches = None,
     effort: plan_model.EffortOption = "full",
-    have: Annotated[
-        str, option("GPUs you have, such as h20,l40s: how to use them, and which one to rent next.")
-    ] = "",
-    page: Annotated[Path | None, option("Write the advice as an HTML page.")] = None,
-    folder: Annotated[Path | None, option("Folder for the plans.", "--save")] = None,
+    have: str = option("", "GPUs you have, such as h20,l40s: how to use them, and which one to rent next."),
+    page: Path | None = option(None, "Write the advice as an HTML page."),
+    folder: Path | None = option(None, "Folder for the plans.", "--save"),
 ) -> AdviceRecord:
     """Find the cheapest GPUs that carry a load.
 

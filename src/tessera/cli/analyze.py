@@ -11,7 +11,7 @@ from rich.table import Table
 from tessera.analyze import build_graph
 from tessera.cli.output import HIDDEN, Illustrated, Record, option, progress, shown
 from tessera.errors import ArtifactError, TesseraError, check_known
-from tessera.ir import BufferKind, Graph, Trace, kind_of, load, save
+from tessera.ir import BufferKind, Graph, Trace, load, save
 from tessera.ir.files import cache_folder, read_file
 
 
@@ -48,15 +48,15 @@ class PtxReport(Record, frozen=True):
 
 
 def analyze(
-    file: Annotated[Path, typer.Argument(help="A trace, or a file of PTX.")],
-    output: Annotated[Path | None, option("Write a trace's graph here.", "-o", "--output")] = None,
-    explain: Annotated[str | None, option("PTX kernel whose accesses are shown by line.")] = None,
+    file: Annotated[Path, typer.Argument(help="A trace, or a file of PTX (NAME.ptx).")],
+    output: Path | None = option(None, "Write a trace's graph here.", "-o", "--output"),
+    explain: str | None = option(None, "PTX kernel whose accesses are shown by line."),
 ) -> GraphSummary | PtxReport | Illustrated[PtxReport]:
     """Find what depends on what in a trace, or in PTX kernels.
 
     Between the launches of a trace: RAW, WAR and WAW. In PTX: what each kernel reads and writes.
     """
-    if _is_ptx(file):
+    if file.suffix == ".ptx":
         if output is not None:
             remedy = "Leave it out; --json prints the accesses."
             raise TesseraError("PTX has no graph of launches to write", remedy, "--output")
@@ -72,17 +72,6 @@ def analyze(
     if output is not None:
         save(graph, output)
     return summary(graph)
-
-
-def _is_ptx(file: Path) -> bool:
-    """By its name, or by the directive that every PTX module starts with."""
-    if file.suffix == ".ptx":
-        return True
-    try:
-        with file.open("rb") as opened:
-            return kind_of(file) is None and b".version" in opened.read(1 << 16)
-    except OSError:
-        return False  # loading it as a trace says what is wrong
 
 
 def _analyze_ptx(file: Path, kernel: str | None) -> Illustrated[PtxReport]:

@@ -16,8 +16,9 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, Literal, get_args
 
+import msgspec
 import typer
 
 from tessera.cli.chat import ApiClient, ServerOptions
@@ -25,13 +26,25 @@ from tessera.cli.output import FILE, Record, option, progress
 from tessera.cli.plan_model import EffortOption
 from tessera.errors import LoadError, TesseraError
 
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+BatchUrl = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
 # Statuses of a busy or starting server; tries, and the first pause, which doubles.
 BUSY = (429, 502, 503, 504)
 MAX_TRIES, PAUSE_S = 8, 0.5
 REQUEST = "batch_req_"
 # Beginning of every answer, also of one that a kill cut short.
 START = f'{{"id": "{REQUEST}'.encode()
+
+
+class BatchRequest(msgspec.Struct, frozen=True):
+    custom_id: str
+    url: BatchUrl
+    body: dict[str, Any]
+    method: Literal["POST"] = "POST"
+
+
+class BatchAnswer(msgspec.Struct, frozen=True):
+    custom_id: str
+    response: dict[str, Any]
 
 
 class BatchRun(Record, frozen=True):
@@ -51,11 +64,11 @@ def batch(
         Path, typer.Argument(metavar="OUT.jsonl", dir_okay=False, help="Answers; continued if it exists.")
     ],
     server: ServerOptions,
-    target: Annotated[
-        str | None, option("Server, as http://127.0.0.1:8000, or a model.", default="the requests' model")
-    ] = None,
+    target: str | None = option(
+        None, "Server, as http://127.0.0.1:8000, or a model.", shown="the requests' model"
+    ),
     effort: EffortOption = "full",
-    at_once: Annotated[int, option("Requests in flight.", min=1, max=1024)] = 64,
+    at_once: int = option(64, "Requests in flight.", min=1, max=1024),
 ) -> BatchRun:
     """Answer a file of requests in OpenAI's batch format.
 
@@ -88,40 +101,28 @@ def _opened(path: Path) -> BinaryIO:
         raise TesseraError(f"cannot write: {error.strerror}", "Choose another place.", str(path)) from None
 
 
-def _requests(path: Path) -> dict[str, dict[str, Any]]:
-    requests: dict[str, dict[str, Any]] = {}
+def _requests(path: Path) -> dict[str, BatchRequest]:
+    requests: dict[str, BatchRequest] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if line.strip():
             request = _request(line, f"{path}:{number}")
-            if requests.setdefault(request["custom_id"], request) is not request:
-                message = f"custom_id '{request['custom_id']}' appears twice"
+            if requests.setdefault(request.custom_id, request) is not request:
+                message = f"custom_id '{request.custom_id}' appears twice"
                 raise TesseraError(message, "Give every request another one.", f"{path}:{number}")
     if not requests:
         raise TesseraError("the file has no request", "Write one JSON object per line.", str(path))
     return requests
 
 
-def _request(line: bytes, place: str) -> dict[str, Any]:
+def _request(line: bytes, place: str) -> BatchRequest:
     try:
-        request: dict[str, Any] = json.loads(line, parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:
-        raise TesseraError(f"not JSON: {error}", place=place) from None
-    kinds: dict[str, Any] = {"custom_id": str, "url": str, "body": dict}
-    for name, kind in kinds.items():
-        if not isinstance(request, dict) or not isinstance(request.get(name), kind):
-            word = "an object" if kind is dict else "a text"
-            raise TesseraError(f"'{name}' is missing or is not {word}", "See OpenAI's batch format.", place)
-    method = request.get("method", "POST")
-    if method != "POST" or request["url"] not in PATHS:
-        message = f"{method} {request['url']} is not supported"
-        raise TesseraError(message, f"Use POST and one of {', '.join(PATHS)}.", place)
-    if request["body"].get("stream"):
+        request = msgspec.json.decode(line, type=BatchRequest)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        remedy = f"Use POST and one of {', '.join(get_args(BatchUrl))}."
+        raise TesseraError(f"not a request of OpenAI's batch format: {error}", remedy, place) from None
+    if request.body.get("stream"):
         raise TesseraError("a batch does not stream", 'Leave "stream" out.', place)
     return request
-
-
-def _no_number(word: str) -> None:
-    raise ValueError(f"{word} is not a number of JSON")
 
 
 def _done(out: BinaryIO, path: Path) -> set[str]:
@@ -146,22 +147,20 @@ def _done(out: BinaryIO, path: Path) -> set[str]:
 def _name(line: bytes) -> str | None:
     """None: the line is no answer."""
     try:
-        answer = json.loads(line)
-    except ValueError:
+        return msgspec.json.decode(line, type=BatchAnswer).custom_id
+    except msgspec.MsgspecError:
         return None
-    is_answer = isinstance(answer, dict) and "response" in answer
-    return answer.get("custom_id") if is_answer else None
 
 
-def _model(requests: Iterable[dict[str, Any]], path: Path) -> str:
-    models = {str(request["body"].get("model") or "") for request in requests}
+def _model(requests: Iterable[BatchRequest], path: Path) -> str:
+    models = {str(request.body.get("model") or "") for request in requests}
     if len(models) != 1 or "" in models:
         remedy = "Name the server or the model: --target."
         raise TesseraError(f"the requests name {len(models - {''})} models", remedy, str(path))
     return models.pop()
 
 
-def _answers(client: ApiClient, requests: list[dict[str, Any]], at_once: int) -> Iterator[dict[str, Any]]:
+def _answers(client: ApiClient, requests: list[BatchRequest], at_once: int) -> Iterator[dict[str, Any]]:
     # Nobody waits for its threads after an interruption.
     with progress("answering", len(requests)) as advance, ThreadPool(at_once) as threads:
         for line in threads.imap_unordered(partial(_answer, client), requests):
@@ -169,15 +168,15 @@ def _answers(client: ApiClient, requests: list[dict[str, Any]], at_once: int) ->
             yield line
 
 
-def _answer(client: ApiClient, request: dict[str, Any]) -> dict[str, Any]:
+def _answer(client: ApiClient, request: BatchRequest) -> dict[str, Any]:
     for number in range(MAX_TRIES):
         if number:
             time.sleep(PAUSE_S * 2 ** (number - 1))
-        status, document = client.post(request["url"], request["body"])
+        status, document = client.post(request.url, request.body)
         if status not in BUSY:
             name = f"{REQUEST}{secrets.token_hex(12)}"
             response = {"status_code": status, "request_id": document.get("id") or name, "body": document}
-            return {"id": name, "custom_id": request["custom_id"], "response": response, "error": None}
+            return {"id": name, "custom_id": request.custom_id, "response": response, "error": None}
     message = f"the server is busy: {document['error']['message']}"
     raise LoadError("busy", message, "Run the command again to continue.", client.url)
 

@@ -12,6 +12,7 @@ from tessera.cli.output import (
     Illustrated,
     Record,
     excludes,
+    info,
     needs,
     only_if,
     option,
@@ -20,6 +21,7 @@ from tessera.cli.output import (
     progress,
     shown,
 )
+from tessera.cli.render import RecordTable
 from tessera.cli.serve_options import KeyOption, key_of
 from tessera.errors import LoadError, TesseraError, extra_module
 from tessera.simulate.arrivals import make_arrivals
@@ -50,12 +52,6 @@ class LatencyLine(Record, frozen=True):
     median_ms: float | None
     p90_ms: float | None
     p99_ms: float | None
-
-
-class LatencyTable(Record, frozen=True):
-    """The JSON has the metrics under the names of `vllm bench serve`."""
-
-    latencies: Annotated[dict[str, LatencyLine], shown("latencies, measured by the client")]
 
 
 class ErrorKind(Record, frozen=True):
@@ -134,43 +130,35 @@ NEEDS_RATE = only_if(lambda params: params.get("rate_per_s"), "needs --rate")
 class SentRequests:
     """Options by the names of `LoadOptions`."""
 
-    num_requests: Annotated[
-        int | None, option("Number of requests.", "--requests", default="200, or all of a log", min=1)
-    ] = None
-    concurrency: Annotated[int, option("Maximum number of requests in flight.", min=1)] = 32
-    rate_per_s: Annotated[
-        float | None,
-        option(
-            "Requests per second.",
-            "--rate", default="as fast as they are answered", callback=positive,
-        ),
-    ] = None  # fmt: skip
-    burstiness: Annotated[
-        float,
-        option("1: Poisson arrivals; less: bursts; more: even gaps.", callback=NEEDS_RATE, min=1e-3, max=1e3),
-    ] = 1.0
-    arrivals: Annotated[str | None, option(ARRIVALS_HELP, callback=excludes("rate_per_s", TWICE))] = None
-    prompt_tokens: Annotated[
-        int | None, option("Tokens per prompt, about; with a log: at most.", default="64", min=1)
-    ] = None
-    prefix_tokens: Annotated[int, option("Tokens of a prefix common to all prompts.", min=0)] = 0
-    output_tokens: Annotated[
-        int | None, option("Tokens per answer; with a log: at most.", default="32", min=1)
-    ] = None
-    api: Annotated[Literal["chat", "completions"], option("Endpoint.", "--endpoint")] = "chat"
-    model: Annotated[str | None, option("Model name.", default="the server's first")] = None
-    ignores_end: Annotated[
-        bool, option("Ask for answers of full length, as vLLM allows.", "--ignore-eos/--no-ignore-eos")
-    ] = True
-    verify: Annotated[bool, option("Compare each answer with the answer given alone.", "--verify")] = False
-    num_distinct: Annotated[
-        int | None,
-        option("Number of distinct prompts.", "--distinct", default="20", callback=needs("verify"), min=1),
-    ] = None
-    timeout_s: Annotated[
-        float, option("Seconds after which a request counts as failed.", "--timeout", min=1e-3, max=86_400)
-    ] = 600.0
-    seed: Annotated[int, option("Seed of prompts and arrival times.", min=0)] = 0
+    num_requests: int | None = option(
+        None, "Number of requests.", "--requests", shown="200, or all of a log", min=1
+    )
+    concurrency: int = option(32, "Maximum number of requests in flight.", min=1)
+    rate_per_s: float | None = option(
+        None, "Requests per second.", "--rate", shown="as fast as they are answered", callback=positive
+    )
+    burstiness: float = option(
+        1.0, "1: Poisson arrivals; less: bursts; more: even gaps.", callback=NEEDS_RATE, min=0.001, max=1000.0
+    )
+    arrivals: str | None = option(None, ARRIVALS_HELP, callback=excludes("rate_per_s", TWICE))
+    prompt_tokens: int | None = option(
+        None, "Tokens per prompt, about; with a log: at most.", shown="64", min=1
+    )
+    prefix_tokens: int = option(0, "Tokens of a prefix common to all prompts.", min=0)
+    output_tokens: int | None = option(None, "Tokens per answer; with a log: at most.", shown="32", min=1)
+    api: Literal["chat", "completions"] = option("chat", "Endpoint.", "--endpoint")
+    model: str | None = option(None, "Model name.", shown="the server's first")
+    ignores_end: bool = option(
+        True, "Ask for answers of full length, as vLLM allows.", "--ignore-eos/--no-ignore-eos"
+    )
+    verify: bool = option(False, "Compare each answer with the answer given alone.", "--verify")
+    num_distinct: int | None = option(
+        None, "Number of distinct prompts.", "--distinct", shown="20", callback=needs("verify"), min=1
+    )
+    timeout_s: float = option(
+        600.0, "Seconds after which a request counts as failed.", "--timeout", min=0.001, max=86_400
+    )
+    seed: int = option(0, "Seed of prompts and arrival times.", min=0)
 
     def options(self) -> "LoadOptions":
         from tessera.serve.load import LoadOptions
@@ -184,7 +172,7 @@ class SentRequests:
 
 
 def bench_serve(
-    url: Annotated[str, option("URL of the server, such as http://127.0.0.1:8000.")],
+    url: Annotated[str, info("URL of the server, such as http://127.0.0.1:8000.")],
     sent: SentRequests,
     api_key: KeyOption = "",
 ) -> Illustrated[BenchServe]:
@@ -200,12 +188,13 @@ def bench_serve(
     return Illustrated(msgspec.convert(columns, BenchServe), (_latencies(columns),))
 
 
-def _latencies(columns: dict[str, Any]) -> LatencyTable:
+def _latencies(columns: dict[str, Any]) -> RecordTable:
+    """The JSON has the metrics under the names of `vllm bench serve`."""
     lines = {}
     for metric, words in METRICS.items():
         values = {f"{name}_ms": columns[f"{name}_{metric}_ms"] for name in STATISTICS if name != "std"}
         lines[words] = LatencyLine(**values)
-    return LatencyTable(latencies=lines)
+    return RecordTable("latencies, measured by the client", lines)
 
 
 app = typer.Typer(

@@ -1,5 +1,6 @@
 """tessera calibrate: the few launches that reduce a plan's error most, measured on a card of this machine."""
 
+from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -42,13 +43,9 @@ class CalibrationReport(Record, frozen=True):
 
 def calibrate(
     device: Annotated[str, typer.Argument(help="A device of this machine: cuda:0 or cpu.")],
-    model: Annotated[
-        str, option("Model whose launches are measured.", default="llama-3-8b; on a CPU tiny-llama")
-    ] = "",
-    num: Annotated[int, option("Launches to measure, at most.", "--launches", min=1)] = 36,
-    store: Annotated[
-        Path | None, option("Where measurements are kept between commands.", default=False)
-    ] = None,
+    model: str = option("", "Model whose launches are measured.", shown="llama-3-8b; on a CPU tiny-llama"),
+    num: int = option(36, "Launches to measure, at most.", "--launches", min=1),
+    store: Path | None = option(None, "Where measurements are kept between commands.", shown=False),
 ) -> CalibrationReport:
     """Measure the launches that reduce a plan's error most.
 
@@ -125,8 +122,8 @@ def _traces(model: str, is_small: bool) -> list[Trace]:
 
 
 def _ratios(rows: Iterable[MeasuredWork]) -> dict[str, float]:
-    sums: dict[str, tuple[float, float]] = {}
+    us, modelled_us = defaultdict[str, float](float), defaultdict[str, float](float)
     for row in rows:
-        us, modelled = sums.get(row.work.op.value, (0.0, 0.0))
-        sums[row.work.op.value] = us + row.us, modelled + row.modelled_us
-    return {op: us / modelled for op, (us, modelled) in sorted(sums.items()) if modelled > 0}
+        us[row.work.op.value] += row.us
+        modelled_us[row.work.op.value] += row.modelled_us
+    return {op: us[op] / modelled_us[op] for op in sorted(us) if modelled_us[op] > 0}

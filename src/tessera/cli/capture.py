@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from tessera.cli.output import HIDDEN, Record, option, progress, shown
+from tessera.cli.output import HIDDEN, Record, info, option, progress, shown, written
 from tessera.errors import TesseraError
 from tessera.ir import BufferKind, Step, Trace, save
 
@@ -21,9 +21,9 @@ LAUNCHES_HELP = (
     "Launches to record: compiled or eager. Compiling takes a minute unless the kernels are cached."
 )
 
-RandomWeights = Annotated[bool, option("Random weights in place of the folder's own.", "--random-weights")]
+RandomWeights = Annotated[bool, info("Random weights in place of the folder's own.", "--random-weights")]
 Launches = Annotated[
-    Literal["compiled", "eager"] | None, option(LAUNCHES_HELP, default="compiled where they are known")
+    Literal["compiled", "eager"] | None, info(LAUNCHES_HELP, shown="compiled where they are known")
 ]
 
 
@@ -46,33 +46,20 @@ class CapturedTrace(Record, frozen=True):
 
 def capture(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
-    step: Annotated[str | None, option(STEP_HELP, default="decode where there is one")] = None,
-    batch: Annotated[int, option("Rows of the batch.", min=1)] = 1,
-    context: Annotated[
-        int,
-        option(
-            "Tokens per row: of the prompt (prefill), of the cache (decode), of an image (encode).", min=1
-        ),
-    ] = 128,
-    reserve: Annotated[int, option("Tokens per row that decodes may add after this prefill.", min=0)] = 0,
-    seed: Annotated[int, option("Seed of the random weights.")] = 0,
+    step: str | None = option(None, STEP_HELP, shown="decode where there is one"),
+    batch: int = option(1, "Rows of the batch.", min=1),
+    context: int = option(128, "Tokens per row: of the prompt, the cache or the image.", min=1),
+    reserve: int = option(0, "Tokens per row that decodes may add after this prefill.", min=0),
+    seed: int = option(0, "Seed of the random weights."),
     random_weights: RandomWeights = False,
-    inputs: Annotated[
-        Path | None,
-        option(
-            "File of named inputs (safetensors, npz or json) in place of random ones; for folders.",
-            default=False,
-        ),
-    ] = None,
-    device: Annotated[
-        str, option("Where to record: cpu, cuda:N, or fake (no GPU and no weights needed).")
-    ] = "cpu",
-    compiled: Annotated[
-        bool, option("Record the kernels that Inductor makes of the step, for a GPU.", "--compiled")
-    ] = False,
-    output: Annotated[
-        Path | None, option("The trace to write.", "-o", "--output", default="STEP.trace")
-    ] = None,
+    inputs: Path | None = option(
+        None, "Named inputs of a folder's model: safetensors, npz or json.", shown="random ones"
+    ),
+    device: str = option("cpu", "Where to record: cpu, cuda:N, or fake (no GPU, no weights)."),
+    compiled: bool = option(
+        False, "Record the kernels that Inductor makes of the step, for a GPU.", "--compiled"
+    ),
+    output: Path | None = written("trace", "STEP.trace"),
 ) -> CapturedTrace:
     """Record the launches of one step of a model."""
     with progress("importing torch", 3) as advance:

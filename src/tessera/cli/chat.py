@@ -140,13 +140,9 @@ def chat(
     ],
     server: ServerOptions,
     effort: EffortOption = "quick",
-    system: Annotated[str, option("System message.")] = "",
-    temperature: Annotated[
-        float | None, option("Temperature; 0: greedy.", default="the server's", min=0, max=2)
-    ] = None,
-    max_tokens: Annotated[
-        int | None, option("Maximum tokens of an answer.", default="the context's rest", min=1)
-    ] = None,
+    system: str = option("", "System message."),
+    temperature: float | None = option(None, "Temperature; 0: greedy.", shown="the server's", min=0, max=2),
+    max_tokens: int | None = option(None, "Maximum tokens of an answer.", shown="the context's rest", min=1),
 ) -> Iterator[ChatTurn | str]:
     """Talk to a server, or to a model that is served meanwhile.
 

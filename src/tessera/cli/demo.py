@@ -14,8 +14,9 @@ from rich.rule import Rule
 from rich.text import Text
 
 from tessera.cli import plan_model
-from tessera.cli.output import HIDDEN, Illustrated, Record, option, progress, shown
+from tessera.cli.output import HIDDEN, Illustrated, Record, option, progress
 from tessera.cli.plan import PlanFigures, plan_figures
+from tessera.cli.render import RecordTable
 from tessera.cli.run import overlap, run_plans, shares
 from tessera.errors import TesseraError, WorkerError
 from tessera.ir import Cluster, GroupSize, Load, Objective, Plan, ServicePlan, Step, Timeline, save
@@ -74,10 +75,6 @@ class DemoRun(Record, frozen=True):
         return TesseraError("the divided run differs from the reference run", "Please report this.")
 
 
-class DemoPolicies(Record, frozen=True):
-    policies: Annotated[dict[str, plan_model.PolicyFigures], shown("each policy at its own best (rehearsed)")]
-
-
 @dataclass(frozen=True)
 class SmallRuns:
     served: ServedDemo
@@ -87,11 +84,11 @@ class SmallRuns:
 
 
 def demo(
-    devices: Annotated[str, option("Two or more devices that serve the small model.")] = "emu:a100,emu:l40s",
-    link: Annotated[str, option("Link between the devices.")] = "pcie4",
-    tokens: Annotated[int, option("Tokens to generate for each request.", min=1)] = 16,
+    devices: str = option("emu:a100,emu:l40s", "Two or more devices that serve the small model."),
+    link: str = option("pcie4", "Link between the devices."),
+    tokens: int = option(16, "Tokens to generate for each request.", min=1),
     effort: plan_model.EffortOption = "full",
-    output: Annotated[Path, option("Folder for what is written.", "-o", "--output")] = Path("tessera-demo"),
+    output: Path = option(Path("tessera-demo"), "Folder for what is written.", "-o", "--output"),
 ) -> Illustrated[DemoRun]:
     """Show the gain, the proof and a service, without a GPU.
 
@@ -178,18 +175,17 @@ def _serve(
     advance: Callable[[str], None],
 ) -> ServedDemo:
     from tessera.capture import place_of
-    from tessera.planning import ServedSteps, make_service_plan
     from tessera.serve.planning import prepare
     from tessera.serve.records import Ask, Sampling, ServeSpec
-    from tessera.serve.rehearse import rehearse
     from tessera.serve.service import Service
     from tessera.serve.text import open_text
 
     advance(f"planning a load of {MODEL}")
-    steps, load = ServedSteps(MODEL, cluster, advance=advance), Load(PROMPT_TOKENS, tokens)
-    plan = make_service_plan(steps, load, rehearse, QUICK, policies=(SERVED_POLICY,))
+    load, policies = Load(PROMPT_TOKENS, tokens), (SERVED_POLICY,)
+    spec = ServeSpec(load=load, is_for_load=True, policies=policies, effort="quick")
+    prepared = prepare(MODEL, cluster, spec, advance=advance)
+    plan = prepared.policies[0]
     save(plan, output / f"{MODEL}.plan")
-    prepared = prepare(MODEL, cluster, ServeSpec(), plan=plan, advance=advance)
     greedy = Sampling(temperature=0.0)
     asks = [Ask(prompt, tokens + 1, greedy, ignores_end=True) for prompt in prompts]
     advance("starting workers")
@@ -238,7 +234,7 @@ def _write(full: ServicePlan | Plan, divided: SmallRuns, output: Path) -> dict[s
     return {name: str(path) for name, path in files.items()}
 
 
-def _story(run: DemoRun, divided: Plan) -> Iterator[RenderableType | Record]:
+def _story(run: DemoRun, divided: Plan) -> Iterator[RenderableType]:
     gain, served, names = run.headline, run.service, run.devices
     yield Rule(f"1. The gain: {FULL_MODEL} on {' beside '.join(FULL_DEVICES.split(','))}", align="left")
     yield Text(
@@ -246,7 +242,8 @@ def _story(run: DemoRun, divided: Plan) -> Iterator[RenderableType | Record]:
         f"both cards and keeps to {FULL.tpot_ms:.0f} ms a token."
     )
     plan = plan_model.PolicyFigures.of(gain, batch=gain.batches)
-    yield DemoPolicies(policies=gain.baselines | {f"the plan: {gain.policy}": plan})
+    policies = gain.baselines | {f"the plan: {gain.policy}": plan}
+    yield RecordTable("each policy at its own best (rehearsed)", policies)
     yield Text(gain.headline, style="bold")
     yield Text(gain.notes[1])
     yield Rule(f"2. The proof: {MODEL}, divided kernel by kernel over {len(names)} workers", align="left")

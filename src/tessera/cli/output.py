@@ -21,29 +21,22 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, Generic, Self, TypeVar
 
 import msgspec
 import typer
-from rich.console import Console, RenderableType
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.progress import Progress, SpinnerColumn
 
-from tessera.cli.render import render
+from tessera.cli.render import parts_of
 from tessera.errors import TesseraError, check_known
 from tessera.ir.timeline import HIDDEN, shown
 
 __all__ = [
     "FILE", "HIDDEN", "PER_TOKEN", "TO_FIRST", "Illustrated", "JsonOption", "Record", "UsageError",
-    "arguments_of", "console", "excludes", "limit_ms", "needs", "only_if", "option", "positive",
-    "print_record", "printed", "progress", "say", "shown",
+    "arguments_of", "console", "excludes", "info", "limit_ms", "needs", "only_if", "option", "positive",
+    "print_record", "printed", "progress", "say", "shown", "written",
 ]  # fmt: skip
 
 # Seconds before the first plain line; between two lines of a counted job.
@@ -51,7 +44,9 @@ QUIET_S, PAUSE_S = 2.0, 10.0
 FILE = {"exists": True, "dir_okay": False}
 # Width of a record in a notebook.
 PAGE_COLUMNS = 100
-ONLY_NAMED = inspect.Parameter.KEYWORD_ONLY
+ONLY_NAMED, NO_DEFAULT = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty
+# Key of the option in the metadata of a field.
+OPTION = "option"
 # In click's context: (parameter, test, why) of options that are set.
 CONDITIONS = "tessera.conditions"
 PER_TOKEN = "per output token: median over the requests of every group"
@@ -75,17 +70,26 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         """The error to raise after the record is printed."""
         return None
 
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from parts_of(self)
+
     def _repr_html_(self) -> str:
         screen = Console(highlight=False, record=True, file=io.StringIO(), width=PAGE_COLUMNS)
-        render(self, screen)
+        screen.print(self)
         return screen.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
 
-def option(help: str, *names: str, default: str | bool = True, **more: Any) -> Any:
-    return typer.Option(*names, help=help, show_default=default, **more)
+def info(help: str, *names: str, shown: str | bool = True, **more: Any) -> Any:
+    """Option in an annotated type: of several commands, or without a default."""
+    return typer.Option(*names, help=help, show_default=shown, **more)
 
 
-JsonOption = Annotated[bool, option("Print one JSON document instead of tables.", "--json")]
+def option(default: Any, help: str, *names: str, **more: Any) -> Any:
+    """The default of a command's parameter, or of a field of its options."""
+    return field(default=default, metadata={OPTION: info(help, *names, **more)})
+
+
+JsonOption = Annotated[bool, info("Print one JSON document instead of tables.", "--json")]
 R_co = TypeVar("R_co", bound=Record, covariant=True)
 
 
@@ -94,7 +98,7 @@ class Illustrated(Generic[R_co]):
     """A record, and what is printed for people before it."""
 
     record: R_co
-    pictures: tuple[RenderableType | Record, ...]
+    pictures: tuple[RenderableType, ...]
 
 
 def printed(function: Callable[..., Any]) -> Callable[..., None]:
@@ -104,11 +108,10 @@ def printed(function: Callable[..., Any]) -> Callable[..., None]:
     for parameter in inspect.signature(function).parameters.values():
         config: Any = parameter.annotation
         if is_dataclass(config) and isinstance(config, type):
-            fields = list(inspect.signature(config).parameters.values())
-            configs[parameter.name] = config, [field.name for field in fields]
-            parameters += fields
+            configs[parameter.name] = config, [one.name for one in fields(config)]
+            parameters += [_parameter(one.name, one.type, one) for one in fields(config)]
         else:
-            parameters.append(parameter)
+            parameters.append(_parameter(parameter.name, config, parameter.default))
 
     @functools.wraps(function)
     def command(*, ctx: typer.Context, as_json: bool, **kwargs: Any) -> None:
@@ -126,12 +129,18 @@ def printed(function: Callable[..., Any]) -> Callable[..., None]:
         elif result is not None:
             print_record(result, as_json, seconds=time.perf_counter() - started_s)
 
-    parameters.append(inspect.Parameter("as_json", ONLY_NAMED, default=False, annotation=JsonOption))
-    parameters.append(inspect.Parameter("ctx", ONLY_NAMED, annotation=typer.Context))
-    parameters = [parameter.replace(kind=ONLY_NAMED) for parameter in parameters]
+    parameters += [_parameter("as_json", JsonOption, False), _parameter("ctx", typer.Context, NO_DEFAULT)]
     command.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
+
+
+def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
+    """`default` may be a dataclass's field, or the field that `option` makes."""
+    if isinstance(default, Field):
+        kind = Annotated[kind, default.metadata[OPTION]] if default.metadata else kind
+        default = default.default
+    return inspect.Parameter(name, ONLY_NAMED, default=default, annotation=kind)
 
 
 def arguments_of(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,8 +176,16 @@ def _words(value: Any, is_list: bool) -> str | list[str]:
     return [str(item) for item in (value if isinstance(value, list | tuple) else [value])]
 
 
-def limit_ms(of: str, **more: Any) -> Any:
-    return option(f"Limit of milliseconds {of}.", default="no limit", **more)
+def written(what: str, default: str) -> Any:
+    return option(None, f"The {what} to write.", "-o", "--output", shown=default)
+
+
+def limit_ms(of: str, condition: Callable[..., Any] | None = None) -> Any:
+    def checked(ctx: typer.Context, param: typer.CallbackParam, value: float | None) -> float | None:
+        limit = positive(param, value)
+        return limit if condition is None else condition(ctx, param, limit)
+
+    return option(None, f"Limit of milliseconds {of}.", shown="no limit", callback=checked)
 
 
 def print_record(
@@ -183,9 +200,8 @@ def print_record(
         typer.echo((document if is_line else msgspec.json.format(document, indent=2)).decode())
     else:
         out = console()
-        for picture in pictures:
-            render(picture, out) if isinstance(picture, Record) else out.print(picture)
-        render(record, out)
+        for part in (*pictures, record):
+            out.print(part)
     if problem := record.problem():
         raise problem
 
@@ -229,7 +245,7 @@ def option_name(param: typer.CallbackParam) -> str:
 
 
 def positive(param: typer.CallbackParam, value: float | None) -> float | None:
-    if value is not None and not value > 0:
+    if value is not None and value <= 0:
         raise TesseraError(f"must be above 0, got {value:g}", "See --help.", option_name(param))
     return value
 
@@ -248,7 +264,6 @@ def progress(label: str, total: int | None = None) -> Iterator[Callable[[str], N
 
     Without a terminal: plain lines after the first seconds; for a counted job, the latest now and then.
     """
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     screen = Console(stderr=True)
     if not screen.is_terminal:
         lines = _Lines(label, total)
@@ -257,7 +272,8 @@ def progress(label: str, total: int | None = None) -> Iterator[Callable[[str], N
         finally:
             lines.end()
         return
-    with Progress(*columns, TimeElapsedColumn(), console=screen, transient=True) as bar:
+    columns = SpinnerColumn(), *Progress.get_default_columns()
+    with Progress(*columns, console=screen, transient=True) as bar:
         task = bar.add_task(label, total=total)
 
         def advance(what: str) -> None:

@@ -10,16 +10,17 @@ from typing import Annotated
 import typer
 from rich.console import RenderableType
 
-from tessera.cli.output import HIDDEN, Illustrated, Record, option, progress, shown
+from tessera.cli.output import HIDDEN, Illustrated, Record, info, option, progress, shown, written
 from tessera.cli.plan_model import TRACES, ModelPlanFigures, PlannedLoad, is_model, plan_model
-from tessera.errors import MismatchError, TesseraError
+from tessera.cli.render import RecordTable
+from tessera.errors import MismatchError, TesseraError, by_name
 from tessera.ir import Cluster, Costs, Device, Objective, Plan, Trace, WorkUnit, load, save
 from tessera.ir.plan import Robust
 from tessera.plan import PlanConfig, explain, latency_bound_us, parse_constraint, search_config
 from tessera.plan.explain import DeviceMemory, Gain, KernelUse, Reason, Usage
 from tessera.profile import cap_memory, gpu, parse_devices, sureness, wire
 from tessera.profile.coverage import Sureness
-from tessera.report import PolicyLine, UsedDevice, compared, device_uses, layer_picture, main_lane
+from tessera.report import compared, device_uses, layer_picture, main_lane
 
 LINK_HELP = (
     "Link between devices: pcie4, pcie5, nvlink, ib100, ib200, ib400 or measured. May be repeated for pairs: "
@@ -30,14 +31,14 @@ PIN_HELP = "Launches that must run there: attention=emu:a100, 'model.layers.0=em
 
 NUM_MICROBATCHES = 4
 
-LinkOption = Annotated[list[str] | None, option(LINK_HELP, default="pcie4")]
+LinkOption = Annotated[list[str] | None, info(LINK_HELP, shown="pcie4")]
 MemoryOption = Annotated[
     list[str] | None,
-    option("Cap of a device's memory: cuda:0=22GB; may be repeated.", "--memory", metavar="DEVICE=SIZE"),
+    info("Cap of a device's memory: cuda:0=22GB; may be repeated.", metavar="DEVICE=SIZE"),
 ]
 PriceOption = Annotated[
     list[str] | None,
-    option("Your own price, as h20=1.10 (USD per hour and card); may be repeated.", metavar="GPU=USD"),
+    info("Your own price, as h20=1.10 (USD per hour and card); may be repeated.", metavar="GPU=USD"),
 ]
 
 
@@ -107,19 +108,12 @@ class PlanFigures(Record, frozen=True):
     headline: str = ""
 
 
-class PlanTables(Record, frozen=True):
-    devices: Annotated[tuple[UsedDevice, ...], shown("devices (utilisation modelled)")]
-    policies: Annotated[tuple[PolicyLine, ...], shown("against coarser policies (modelled costs, simulated)")]
-
-
 @dataclass(frozen=True, kw_only=True)
 class PricedDevices:
-    costs: Annotated[list[Path] | None, option("Costs, one per trace in any order.", callback=TRACES)] = None
-    devices: Annotated[str | None, option("Devices to price, in place of --costs: emu:a100,emu:l40s.")] = None
+    costs: list[Path] | None = option(None, "Costs, one per trace in any order.", callback=TRACES)
+    devices: str | None = option(None, "Devices to price, in place of --costs: emu:a100,emu:l40s.")
     link: LinkOption = None
-    bus: Annotated[list[str] | None, option("Devices whose links share one wire: emu:l40s,emu:l40s#1.")] = (
-        None
-    )
+    bus: list[str] | None = option(None, "Devices whose links share one wire: emu:l40s,emu:l40s#1.")
     memory: MemoryOption = None
     price: PriceOption = None
 
@@ -161,30 +155,22 @@ class PricedDevices:
 
 def plan(
     traces: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="MODEL | TRACES", help="A model, or the traces of a request's steps, in order."
-        ),
+        list[str], typer.Argument(metavar="MODEL | TRACES", help="A model, or a request's traces in order.")
     ],
     prices: PricedDevices,
     options: PlannedLoad,
-    counts: Annotated[
-        str | None, option("Runs of each step in a request, as 1,32.", default="1 each", callback=TRACES)
-    ] = None,
-    policy: Annotated[
-        str | None,
-        option("Force a coarser policy, such as data-parallel.", default="the best", callback=TRACES),
-    ] = None,
-    pin: Annotated[list[str] | None, option(PIN_HELP, callback=TRACES)] = None,
-    forbid: Annotated[
-        list[str] | None, option("Launches that must not run there: gemm=emu:l40s.", callback=TRACES)
-    ] = None,
-    explain: Annotated[
-        bool, option("Say why: utilisation and every kernel.", "--explain", callback=TRACES)
-    ] = False,
-    output: Annotated[
-        Path | None, option("The plan to write.", "-o", "--output", default="LAST TRACE.plan; MODEL.plan")
-    ] = None,
+    counts: str | None = option(
+        None, "Runs of each step in a request, as 1,32.", shown="1 each", callback=TRACES
+    ),
+    policy: str | None = option(
+        None, "Force a coarser policy, such as data-parallel.", shown="the best", callback=TRACES
+    ),
+    pin: list[str] | None = option(None, PIN_HELP, callback=TRACES),
+    forbid: list[str] | None = option(
+        None, "Launches that must not run there: gemm=emu:l40s.", callback=TRACES
+    ),
+    explain: bool = option(False, "Say why: utilisation and every kernel.", "--explain", callback=TRACES),
+    output: Path | None = written("plan", "LAST TRACE.plan; MODEL.plan"),
 ) -> Illustrated[PlanFigures] | ModelPlanFigures:
     """Decide which device runs which launch, and what that gives.
 
@@ -197,8 +183,9 @@ def plan(
     if is_model(traces):
         return plan_model(traces[0], options, prices.cluster(), output)
 
-    if options.launches:
-        raise TesseraError("needs a model's name, not traces", place="--launches")
+    for name in ("launches", "random_weights", "expert_frequencies"):
+        if getattr(options, name):
+            raise TesseraError("needs a model's name, not traces", place=f"--{name.replace('_', '-')}")
     constraints = (
         *(parse_constraint(word, True) for word in pin or ()),
         *(parse_constraint(word, False) for word in forbid or ()),
@@ -216,15 +203,16 @@ def plan(
 
 def prices_of(texts: Sequence[str]) -> dict[str, float]:
     """GPU -> USD per hour."""
+    return by_name(map(_price, texts), "--price")
 
-    prices = {}
-    for text in texts:
-        name, _, usd = text.partition("=")
-        with suppress(ValueError):
-            prices[gpu(name).name] = float(usd)
-        if not 0 < prices.get(gpu(name).name, 0) < math.inf:
-            raise TesseraError(f"'{text}' is no price of a card", "Write it as h20=1.10.", "--price")
-    return prices
+
+def _price(text: str) -> tuple[str, float]:
+    name, _, usd = text.partition("=")
+    card = gpu(name, "--price").name
+    with suppress(ValueError):
+        if 0 < float(usd) < math.inf:
+            return card, float(usd)
+    raise TesseraError(f"'{text}' is no price of a card", "Write it as h20=1.10.", "--price")
 
 
 def _plan_traces(
@@ -295,7 +283,9 @@ def reasons_of(plan: Plan) -> PlanReasons:
     return PlanReasons.of(explain(plan), latency_bound_us=latency_bound_us(plan))
 
 
-def pictures(plan: Plan) -> tuple[RenderableType | Record, ...]:
-    step = len(plan.unit.graphs) - 1
-    tables = PlanTables(devices=device_uses(plan), policies=compared(plan))
-    return layer_picture(plan, main_lane(plan), step), tables
+def pictures(plan: Plan) -> tuple[RenderableType, ...]:
+    return (
+        layer_picture(plan, main_lane(plan), len(plan.unit.graphs) - 1),
+        RecordTable("devices (utilisation modelled)", device_uses(plan)),
+        RecordTable("against coarser policies (modelled costs, simulated)", compared(plan)),
+    )

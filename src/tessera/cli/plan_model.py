@@ -4,7 +4,6 @@ A load with answers is planned as the service that carries it. What no service r
 prefills alone, images, one token of each sequence a step) is planned as its steps, at the best batch.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +20,13 @@ from tessera.cli.output import (
     PER_TOKEN,
     TO_FIRST,
     Record,
+    info,
     limit_ms,
     only_if,
     option,
     progress,
     shown,
-)  # fmt: skip
+)
 from tessera.errors import TesseraError
 from tessera.plan import Comparison, DeviceMemory, explain, search_config
 from tessera.plan.baselines import COARSE
@@ -39,16 +39,16 @@ ROWS = "this model has no text: a row of the batch counts as one token"
 
 
 Effort = Literal["full", "quick"]
-EffortOption = Annotated[Effort, option("Planning effort; quick: a rougher plan sooner.")]
+EffortOption = Annotated[Effort, info("Planning effort; quick: a rougher plan sooner.")]
 MemoryShareOption = Annotated[
     float,
-    option(
+    info(
         "Share of each device's memory for weights and state (pages). The rest is for temporaries.",
         "--memory-share", "--gpu-memory-utilization", min=0.01, max=1,
     ),
 ]  # fmt: skip
 FrequenciesOption = Annotated[
-    Path | None, option("JSON of how often experts are chosen, by module: hot ones go to the GPU.", **FILE)
+    Path | None, info("JSON of how often experts are chosen, by module: hot ones go to the GPU.", **FILE)
 ]
 
 
@@ -63,31 +63,23 @@ TRACES = only_if(lambda params: not is_model(params["traces"]), "needs traces, n
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLoad:
-    objective: Annotated[
-        ir.Objective,
-        option(
-            "Most requests per second, dollar or joule; latency (traces only): the quickest single request."
-        ),
-    ] = ir.Objective.THROUGHPUT
-    microbatches: Annotated[
-        int | None, option("Microbatches in flight, at most.", default="4; MODEL form: chosen", min=1)
-    ] = None
-    batch: Annotated[
-        int | None, option("Batch size (MODEL form only).", default="chosen", min=1, callback=MODEL)
-    ] = None
-    prompt_tokens: Annotated[int, option("Tokens per prompt (MODEL form only).", min=1, callback=MODEL)] = (
-        1024
+    objective: ir.Objective = option(
+        ir.Objective.THROUGHPUT,
+        "Most requests per second, dollar or joule; latency (traces only): the quickest single request.",
     )
-    output_tokens: Annotated[
-        int,
-        option(
-            "Tokens per answer (MODEL form only); 0: decodes alone, at a context of the prompt.",
-            min=0,
-            callback=MODEL,
-        ),
-    ] = 256
-    tpot_ms: Annotated[float | None, limit_ms(f"{PER_TOKEN} (MODEL form)", callback=MODEL)] = None
-    ttft_ms: Annotated[float | None, limit_ms(f"{TO_FIRST} (MODEL form)", callback=MODEL)] = None
+    microbatches: int | None = option(
+        None, "Microbatches in flight, at most.", shown="4; MODEL form: chosen", min=1
+    )
+    batch: int | None = option(None, "Batch size (MODEL form only).", shown="chosen", min=1, callback=MODEL)
+    prompt_tokens: int = option(1024, "Tokens per prompt (MODEL form only).", min=1, callback=MODEL)
+    output_tokens: int = option(
+        256,
+        "Tokens per answer (MODEL form only); 0: decodes alone, at a context of the prompt.",
+        min=0,
+        callback=MODEL,
+    )
+    tpot_ms: float | None = limit_ms(f"{PER_TOKEN} (MODEL form)", MODEL)
+    ttft_ms: float | None = limit_ms(f"{TO_FIRST} (MODEL form)", MODEL)
     random_weights: RandomWeights = False
     launches: Launches = None
     expert_frequencies: FrequenciesOption = None
@@ -200,7 +192,9 @@ def plan_model(model: str, options: PlannedLoad, cluster: ir.Cluster, path: Path
 def plan_load(
     target: ModelLoad, cluster: ir.Cluster, advance: Callable[[str], None] = lambda text: None
 ) -> PlannedModel:
-    _check(target)
+    if target.objective is ir.Objective.LATENCY:
+        remedy = "Limit it with --tpot-ms and --ttft-ms, or plan the traces of `tessera capture`."
+        raise TesseraError("needs traces, not a model's name", remedy, "--objective latency")
     from tessera.advise.raters import ServiceRater, rater_of
 
     rater = rater_of(target, cluster, advance)
@@ -214,15 +208,6 @@ def plan_load(
     if last.kind not in ("decode", "tokens") or ":" in last.model:  # a picture, or the user's callable
         notes.insert(0, ROWS)
     return PlannedModel(plan, comparison, rater.is_compiled, "; ".join(notes))
-
-
-def _check(target: ModelLoad) -> None:
-    if target.objective is ir.Objective.LATENCY:
-        remedy = "Limit it with --tpot-ms and --ttft-ms, or plan the traces of `tessera capture`."
-        raise TesseraError("needs traces, not a model's name", remedy, "--objective latency")
-    for name, limit in (("--tpot-ms", target.load.tpot_ms), ("--ttft-ms", target.load.ttft_ms)):
-        if limit is not None and not 0 < limit < math.inf:
-            raise TesseraError(f"{limit} ms is no limit", "Give a number above zero, or leave it out.", name)
 
 
 def model_figures(planned: PlannedModel, output: Path | None = None) -> ModelPlanFigures:

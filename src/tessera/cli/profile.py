@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from tessera.cli.output import HIDDEN, Record, option, progress, say, shown
+from tessera.cli.output import HIDDEN, Record, option, progress, say, shown, written
 from tessera.cli.run import TransportOption
 from tessera.errors import DeviceGone, TesseraError
 from tessera.ir import Cost, Costs, Device, Source, Trace, load, save
@@ -72,21 +72,14 @@ class ProfileReport(Record, frozen=True):
 
 def profile(
     trace: Annotated[Path | None, typer.Argument(help="The trace to price.", show_default=False)] = None,
-    devices: Annotated[str, option(DEVICES_HELP)] = "",
-    output: Annotated[
-        Path | None, option("The costs to write.", "-o", "--output", default="TRACE.costs")
-    ] = None,
-    store: Annotated[
-        Path | None,
-        option(
-            "Where measurements are kept between commands.", default="$XDG_CACHE_HOME/tessera/measured.jsonl"
-        ),
-    ] = None,
-    links: Annotated[
-        bool, option("Measure what joins the devices; the plan's --link measured.", "--links")
-    ] = False,
+    devices: str = option("", DEVICES_HELP),
+    output: Path | None = written("costs", "TRACE.costs"),
+    store: Path | None = option(
+        None, "Where measurements are kept between commands.", shown="$XDG_CACHE_HOME/tessera/measured.jsonl"
+    ),
+    links: bool = option(False, "Measure what joins the devices; the plan's --link measured.", "--links"),
     transport: TransportOption = "auto",
-    plot: Annotated[Path | None, option("Draw how much two devices differ, as PNG, SVG or PDF.")] = None,
+    plot: Path | None = option(None, "Draw how much two devices differ, as PNG, SVG or PDF."),
 ) -> ProfileReport:
     """Price every launch of a trace on every device.
 

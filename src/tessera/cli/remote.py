@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from tessera.cli.output import option, say
 from tessera.errors import MismatchError, TesseraError
@@ -26,10 +26,6 @@ if TYPE_CHECKING:
     from tessera.execute.worker_stepper import MakeHub
     from tessera.serve.joining import LocalModel
 
-Rendezvous = Annotated[str | None, option("HOST:PORT where the workers of several machines meet.")]
-SecretFile = Annotated[Path | None, option("A file with the secret of the rendezvous, the same everywhere.")]
-UnderTorchrun = Annotated[bool, option("Take rendezvous and rank from torchrun.", "--torchrun")]
-
 # Key of torchrun's store under which rank 0 writes its port.
 ADDRESS_KEY = "tessera/address"
 # Seconds in which a rank joins another run on the same address.
@@ -39,14 +35,16 @@ Devices = tuple[Device, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeetingOptions:
-    rendezvous: Rendezvous = None
-    rank: Annotated[int, option("Rank of this process's device; rank 0 also runs the requests.", min=0)] = 0
-    secret_file: SecretFile = None
-    torchrun: UnderTorchrun = False
-    ray: Annotated[
-        str | None, option("Let Ray place the workers: local, auto or the address of a Ray cluster.")
-    ] = None
+class RendezvousOptions:
+    rendezvous: str | None = option(None, "HOST:PORT where the workers of several machines meet.")
+    secret_file: Path | None = option(None, "A file with the secret of the rendezvous, the same everywhere.")
+    torchrun: bool = option(False, "Take rendezvous and rank from torchrun.", "--torchrun")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeetingOptions(RendezvousOptions):
+    rank: int = option(0, "Rank of this process's device; rank 0 also runs the requests.", min=0)
+    ray: str | None = option(None, "Let Ray place the workers: local, auto or the address of a Ray cluster.")
 
     @property
     def meeting(self) -> "Meeting | None":
@@ -115,27 +113,32 @@ def serve_rank(plans: Sequence[Plan], meeting: Meeting) -> None:
     if meeting.rank >= len(names):
         message = f"there is no rank {meeting.rank}"
         raise TesseraError(message, f"The plan has {len(names)} devices, from 0.", "--rank")
-    work(meeting, make=LocalModel(may_import=True), again_s=AGAIN_S, digest=plans_digest(plans))
+    work(meeting, LocalModel(may_import=True), again_s=AGAIN_S, digest=plans_digest(plans))
 
 
 def work(
     meeting: Meeting,
+    make: "LocalModel",
     rank: int | None = None,
-    make: "LocalModel | None" = None,
     patience_s: float = 300.0,
     again_s: float = 5.0,
     digest: str = "",
 ) -> None:
     """Session after session, until no service answers."""
     from tessera.execute.engine_connection import EngineAddress
-    from tessera.serve.joining import LocalModel, keep_working
+    from tessera.serve.joining import keep_working
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the session too, as Ctrl-C does
+    interruptible()
     if rank is None or meeting.store is not None:
         rank = meeting.rank
     engine = EngineAddress(*meeting.address(), meeting.secret, digest)
     say(f"a worker for {engine.place}")
-    keep_working(engine, rank, make or LocalModel(), patience_s, again_s, say)
+    keep_working(engine, rank, make, patience_s, again_s, say)
+
+
+def interruptible() -> None:
+    """SIGTERM acts like Ctrl-C, so that sessions and workers end too."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @contextmanager
@@ -183,18 +186,14 @@ def _read_secret(path: Path | None) -> bytes | None:
 
 
 def worker(
-    rendezvous: Rendezvous = None,
-    secret_file: SecretFile = None,
-    rank: Annotated[
-        int, option("Rank of this worker's device; -1: any device without a worker.", min=ANY)
-    ] = ANY,
-    model: Annotated[str, option("Folder of the model on this machine; default: the service's.")] = "",
-    patience: Annotated[float, option("Seconds to wait for the first connection.", min=0)] = 300.0,
-    again: Annotated[float, option("Seconds to retry after a service has ended.", min=0)] = 5.0,
-    torchrun: UnderTorchrun = False,
+    place: RendezvousOptions,
+    rank: int = option(ANY, "Rank of this worker's device; -1: any device without a worker.", min=ANY),
+    model: str = option("", "Folder of the model on this machine.", shown="the service's"),
+    patience: float = option(300.0, "Seconds to wait for the first connection.", min=0),
+    again: float = option(5.0, "Seconds to retry after a service has ended.", min=0),
 ) -> None:
     """Compute for a service that runs on another machine."""
     from tessera.serve.joining import LocalModel
 
-    meeting = Meeting.of(rendezvous, max(rank, 0), secret_file, torchrun)
-    work(meeting, rank, LocalModel(model, may_import=bool(model)), patience, again)
+    meeting = Meeting.of(place.rendezvous, max(rank, 0), place.secret_file, place.torchrun)
+    work(meeting, LocalModel(model, may_import=bool(model)), rank, patience, again)

@@ -12,20 +12,20 @@ Units come from the end of a field's name (`_us`, `_bytes`, `_per_s`, ...). A fi
 `Annotated[T, HIDDEN]` (only in the JSON) or `Annotated[T, shown("label", "unit")]`.
 
 A table that does not fit the terminal has its long words broken or is divided into pieces, each with the
-first column and as many others as fit, whichever gives fewer pieces; else each record is a section. No text
-is ever cut.
+first column and as many others as fit, whichever gives fewer pieces.
 """
 
 import dataclasses
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -33,8 +33,8 @@ from tessera.ir.units import duration, percent, size
 
 # Cells of at least this length wrap, in columns of at least this width.
 PROSE_LENGTH, PROSE_WIDTH = 28, 14
-# Space between two columns; pieces of a table.
-GAP, MAX_PIECES = 2, 4
+# Space between two columns.
+GAP = 2
 WORDS = {
     "usd": "USD", "ttft": "TTFT", "tpot": "TPOT", "gpu": "GPU", "gpus": "GPUs", "slo": "SLO",
     "tflops": "TFLOP/s", "gbps": "GB/s", "sms": "SMs", "us": "time",
@@ -134,95 +134,95 @@ def text_of(value: Any, unit: str = "") -> str:
     return ", ".join(text_of(x, unit) for x in value)
 
 
-def render(record: Any, console: Console) -> None:
+def parts_of(record: Any) -> Iterator[RenderableType]:
     lines: list[tuple[str, str]] = []
     for field in fields_of(type(record)):
         value = getattr(record, field.name)
         if field.is_hidden or value is None or (isinstance(value, Sequence | Mapping) and not value):
             continue
-        block = _block(field, value, console)
+        block = _block(field, value)
         if block is None:
             lines.append((field.label, text_of(value, field.unit)))
             continue
-        _flush(lines, console)
-        block()
-    _flush(lines, console)
+        yield from _grid(lines)
+        yield block
+        lines = []
+    yield from _grid(lines)
 
 
-def _block(field: Field, value: Any, console: Console) -> Callable[[], None] | None:
-    if field.name == "headline" and isinstance(value, str):
-        return lambda: console.print(value, markup=False, style="bold")
+def _block(field: Field, value: Any) -> RenderableType | None:
+    """None: a labelled line."""
+    if field.name == "headline":
+        return Text(value, style="bold")
     if field.name == "notes":
-        return lambda: console.print("\n".join(value), markup=False)
-    if isinstance(value, Mapping) and is_record(next(iter(value.values()))):
-        return lambda: render_table(field.label, list(value.values()), console, [str(key) for key in value])
-    if isinstance(value, Sequence) and not isinstance(value, str) and is_record(value[0]):
-        return lambda: render_table(field.label, value, console)
+        return Text("\n".join(value))
     if is_record(value) and not field.unit:
-        return lambda: _section(field.label, value, console)
+        return Group(_title(field.label), *parts_of(value))
+    rows = list(value.values()) if isinstance(value, Mapping) else value
+    if isinstance(rows, Sequence) and is_record(rows[0]):
+        return RecordTable(field.label, value)
     return None
-
-
-def _section(title: str, record: Any, console: Console) -> None:
-    console.print(_title(title))
-    render(record, console)
 
 
 def _title(text: str) -> Text:
     return Text(text[:1].upper() + text[1:], style="bold")
 
 
-def _flush(lines: list[tuple[str, str]], console: Console) -> None:
-    if not lines:
-        return
-    grid = Table.grid(padding=(0, GAP))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, text in lines:
-        grid.add_row(Text(name), Text(text))
-    console.print(grid)
-    lines.clear()
+def _grid(lines: Sequence[tuple[str, str]]) -> Iterator[Table]:
+    if lines:
+        grid = Table.grid(padding=(0, GAP))
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(overflow="fold")
+        for name, text in lines:
+            grid.add_row(Text(name), Text(text))
+        yield grid
 
 
-def render_table(
-    title: str, records: Sequence[Any], console: Console, names: Sequence[str] | None = None
-) -> None:
-    """One row per record."""
-    columns: list[Column] = []
-    for field in fields_of(type(records[0])):
-        values = [getattr(record, field.name) for record in records]
-        cells = [text_of(value, field.unit) for value in values]
-        if not field.is_hidden and any(cells):
-            is_right = all(x is None or isinstance(x, int | float) for x in values)
-            columns.append((field.label, is_right, cells))
-    if names is not None:
-        columns.insert(0, ("", False, names))
-    console.print(_title(title))
-    choices = [pieces for folds in (False, True) if (pieces := _pieces(columns, console, folds))]
-    if choices:
-        fewest = min(choices, key=len)
+@dataclass(frozen=True)
+class RecordTable:
+    """One row per record, after its key in a mapping."""
+
+    title: str
+    records: Sequence[Any] | Mapping[str, Any]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns = self._columns()
+        yield _title(self.title)
+        choices = [
+            pieces for folds in (False, True) if (pieces := _pieces(columns, options.max_width, folds))
+        ]
+        fewest = min(choices, key=len) if choices else [_table(columns, True)]
         for number, piece in enumerate(fewest):
-            console.print(*([""] if number else []), piece, sep="\n")
-        return
-    for index in range(len(records)):
-        _flush([(head, cells[index]) for head, _, cells in columns], console)
-        console.print()
+            yield from [Text()] if number else []
+            yield piece
+
+    def _columns(self) -> list[Column]:
+        records, columns = self.records, list[Column]()
+        if isinstance(records, Mapping):
+            columns.append(("", False, list(map(str, records))))
+            records = list(records.values())
+        for field in fields_of(type(records[0])):
+            values = [getattr(record, field.name) for record in records]
+            cells = [text_of(value, field.unit) for value in values]
+            if not field.is_hidden and any(cells):
+                is_right = all(x is None or isinstance(x, int | float) for x in values)
+                columns.append((field.label, is_right, cells))
+        return columns
 
 
-def _pieces(columns: Sequence[Column], console: Console, folds: bool) -> list[Table]:
-    """Empty: too many pieces, or one is too wide."""
+def _pieces(columns: Sequence[Column], max_width: int, folds: bool) -> list[Table]:
+    """Empty: one is too wide."""
 
     def fits(piece: Sequence[Column]) -> bool:
         widths = (GAP + (column.min_width or 0) for column in _table(piece, folds).columns)
-        return sum(widths) <= console.width + GAP
+        return sum(widths) <= max_width + GAP
 
     pieces = [list(columns[:1])]
     for column in columns[1:]:
         if not fits([*pieces[-1], column]):
             pieces.append([columns[0]])
         pieces[-1].append(column)
-    is_good = len(pieces) <= MAX_PIECES and all(map(fits, pieces))
-    return [_table(piece, folds) for piece in pieces] if is_good else []
+    return [_table(piece, folds) for piece in pieces] if all(map(fits, pieces)) else []
 
 
 def _table(columns: Sequence[Column], folds: bool) -> Table:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tessera.cli.output import HIDDEN, Record, option, progress
+from tessera.cli.output import HIDDEN, Record, progress, written
 from tessera.errors import ArtifactError, TesseraError
 from tessera.ir import Plan, Timeline, load
 from tessera.ir.files import kind_of
@@ -24,9 +24,7 @@ class WrittenPage(Record, frozen=True):
 
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder with plans.")],
-    output: Annotated[
-        Path | None, option("The page to write.", "-o", "--output", default="DIR/report.html")
-    ] = None,
+    output: Path | None = written("page", "DIR/report.html"),
 ) -> WrittenPage:
     """Write one self-contained HTML page about what is in a folder.
 

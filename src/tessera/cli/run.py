@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tessera.cli.output import HIDDEN, Record, option, progress, say, shown
+from tessera.cli.output import HIDDEN, Record, info, option, progress, say, shown
 from tessera.cli.remote import MeetingOptions, gathered, plans_digest, serve_rank
 from tessera.errors import MismatchError, TesseraError
 from tessera.ir import BufferKind, DeviceKind, Plan, Timeline, Trace, load, units
@@ -96,7 +96,7 @@ class Ran:
 
 
 TransportOption = Annotated[
-    str, option("Transport of tensors between devices: auto, shm, ipc, nvshmem or host.")
+    str, info("Transport of tensors between devices: auto, shm, ipc, nvshmem or host.")
 ]
 
 
@@ -105,21 +105,20 @@ def run(
         list[Path], typer.Argument(help="The plan to run; several are policies to switch between.")
     ],
     remote: MeetingOptions,
-    requests: Annotated[int, option("Number of requests to run.", min=1)] = 8,
-    verify: Annotated[
-        bool, option("Compare with the model itself, bit by bit, on inputs drawn afresh.", "--verify")
-    ] = False,
-    devices: Annotated[str | None, option("Check that the plan was made for these devices.")] = None,
-    trace: Annotated[
-        Path | None, option("Write a Perfetto trace here: what happened beside what was predicted.")
-    ] = None,
-    plain: Annotated[bool, option("One request at a time, so that nothing overlaps.", "--plain")] = False,
+    requests: int = option(8, "Number of requests to run.", min=1),
+    verify: bool = option(
+        False, "Compare with the model itself, bit by bit, on inputs drawn afresh.", "--verify"
+    ),
+    devices: str | None = option(None, "Check that the plan was made for these devices."),
+    trace: Path | None = option(
+        None, "Write a Perfetto trace here: what happened beside what was predicted."
+    ),
+    plain: bool = option(False, "One request at a time, so that nothing overlaps.", "--plain"),
     transport: TransportOption = "auto",
-    timeout: Annotated[
-        float | None,
-        option("Seconds until a worker that blocks a step is lost.", default="none; on GPUs 60", min=1e-3),
-    ] = None,
-    switch_every: Annotated[int, option("Requests between two switches of the policy.", min=1)] = 8,
+    timeout: float | None = option(
+        None, "Seconds until a worker that blocks a step is lost.", shown="none; on GPUs 60", min=0.001
+    ),
+    switch_every: int = option(8, "Requests between two switches of the policy.", min=1),
 ) -> RunReport | None:
     """Run requests through a plan, one worker process per device."""
     plans, place = [load(Plan, path) for path in plan], str(plan[0])

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import signal
 import socket
 import sys
 import threading
@@ -10,16 +9,15 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from tessera.cli.output import HIDDEN, Record, progress, say
-from tessera.cli.remote import gathered, work
+from tessera.cli.remote import gathered, interruptible, work
 from tessera.cli.serve_options import ServeConfig, log_line, logging_by
-from tessera.errors import MissingExtra, TesseraError
+from tessera.errors import TesseraError, extra_module
 from tessera.profile import cap_memory, wire
 
 if TYPE_CHECKING:
@@ -68,10 +66,11 @@ def serve(
     if meeting is not None and meeting.rank > 0:
         from tessera.serve.joining import LocalModel
 
-        work(meeting, make=LocalModel(model, may_import=True))
+        work(meeting, LocalModel(model, may_import=True))
         return
     sys.setswitchinterval(SWITCH_S)
-    with _stoppable(), logging_by(options), listening(model, options) as listener:
+    interruptible()
+    with logging_by(options), listening(model, options) as listener:
         gc.collect()
         gc.freeze()  # a full collection would stop everything for 0.2 s
         for _ in listener.server.serving(listener.bound):
@@ -99,8 +98,7 @@ class Listening:
 @contextmanager
 def listening(model: str, config: ServeConfig) -> Iterator[Listening]:
     for module in ("fastapi", "uvicorn", "prometheus_client"):
-        if find_spec(module) is None:
-            raise MissingExtra(module, "serve")
+        extra_module(module, "serve")
     from tessera.cli.start import started
     from tessera.execute.processes import warm_up
     from tessera.serve.server import HttpServer, allowed_connections, bind, is_loopback
@@ -155,13 +153,3 @@ def answering(model: str, config: ServeConfig) -> Iterator[tuple[str, threading.
         finally:
             listener.server.end()
             thread.join()
-
-
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    """SIGTERM acts like Ctrl-C until the server handles it, so that workers end too."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from tessera.cli.capture import RandomWeights
-from tessera.cli.output import FILE, PER_TOKEN, TO_FIRST, excludes, limit_ms, needs, option
+from tessera.cli.output import FILE, PER_TOKEN, TO_FIRST, excludes, info, limit_ms, needs, option
 from tessera.cli.plan import LinkOption, MemoryOption
 from tessera.cli.plan_model import EffortOption, FrequenciesOption, MemoryShareOption, frequencies_of
 from tessera.cli.remote import MeetingOptions
 from tessera.cli.run import TransportOption
-from tessera.errors import TesseraError, check_known, extra_module
+from tessera.errors import TesseraError, by_name, check_known, extra_module
 from tessera.ir import MEMORY_SHARE, Cluster, Load
 from tessera.ir.files import packaged, read_text
 from tessera.profile import cap_memory, parse_devices
@@ -38,7 +38,7 @@ NEAR = 0.7
 INSTEAD = packaged("cli", "instead.json", dict[str, str])
 
 PLANNED = excludes("plan", "is in the plan")
-NEEDS_LOAD: dict[str, Any] = {"min": 1e-3, "callback": needs("output_tokens")}
+NEEDS_LOAD = needs("output_tokens")
 POLICY_HELP = (
     "auto, single, data-parallel, prefill-decode, prefill-decode-fractional, attention-ffn, layer-pipeline, "
     "kernel-level or latency."
@@ -47,11 +47,11 @@ DEVICES_HELP = "Devices, such as cpu, emu:a100,emu:l40s, cuda:0,cpu or away:a100
 CONFIG_HELP = "YAML file with options by name, as `port: 8000`; options and TESSERA_SERVE_NAME come first."
 
 DevicesOption = Annotated[
-    str | None, option(DEVICES_HELP, default="this machine's GPUs, its CPU if they cannot hold the model")
+    str | None, info(DEVICES_HELP, shown="this machine's GPUs, its CPU if they cannot hold the model")
 ]
-KeyOption = Annotated[str, option("Key of the server, or @FILE.", envvar="TESSERA_API_KEY")]
+KeyOption = Annotated[str, info("Key of the server, or @FILE.", envvar="TESSERA_API_KEY")]
 MaxModelLen = Annotated[
-    int | None, option("Maximum tokens of prompt and answer.", default="the model's limit", min=1)
+    int | None, info("Maximum tokens of prompt and answer.", shown="the model's limit", min=1)
 ]
 
 
@@ -69,106 +69,76 @@ class ServeConfig(MeetingOptions):
     devices: DevicesOption = None
     link: LinkOption = None
     transport: TransportOption = "auto"
-    host: Annotated[str, option("Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
-    port: Annotated[int, option("Port to listen on; 0 for a free one.", min=0, max=65535)] = 8000
-    api_key: Annotated[
-        list[str] | None,
-        option(
-            "API key, or @FILE with one per line; may be repeated.",
-            default="no key",
-            envvar="TESSERA_API_KEY",
-        ),
-    ] = None
-    served_model_name: Annotated[str | None, option("Model name for clients.", default="its own name")] = None
-    lora: Annotated[
-        list[str] | None,
-        option(
-            "A LoRA adapter (peft) that requests choose by `model`; may be repeated.",
-            "--lora", "--lora-modules", metavar="NAME=FOLDER", callback=PLANNED,
-        ),
-    ] = None  # fmt: skip
-    microbatches: Annotated[
-        int | None, option("Microbatches in flight.", default="2; on one GPU 1", min=1, callback=PLANNED)
-    ] = None
-    seqs: Annotated[
-        int | None,
-        option(
-            "Sequences per microbatch.",
-            "--seqs", "--max-num-seqs", default="8; on GPUs 64", min=1, callback=PLANNED,
-        ),
-    ] = None  # fmt: skip
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.")
+    port: int = option(8000, "Port to listen on; 0 for a free one.", min=0, max=65535)
+    api_key: list[str] | None = option(
+        None,
+        "API key, or @FILE with one per line; may be repeated.",
+        shown="no key",
+        envvar="TESSERA_API_KEY",
+    )
+    served_model_name: str | None = option(None, "Model name for clients.", shown="its own name")
+    lora: list[str] | None = option(
+        None, "A LoRA adapter (peft) that requests choose by `model`; may be repeated.",
+        "--lora", "--lora-modules", metavar="NAME=FOLDER", callback=PLANNED,
+    )  # fmt: skip
+    microbatches: int | None = option(
+        None, "Microbatches in flight.", shown="2; on one GPU 1", min=1, callback=PLANNED
+    )
+    seqs: int | None = option(
+        None, "Sequences per microbatch.", "--seqs", "--max-num-seqs",
+        shown="8; on GPUs 64", min=1, callback=PLANNED,
+    )  # fmt: skip
     max_model_len: MaxModelLen = None
-    max_batch_tokens: Annotated[
-        int | None,
-        option(
-            "Maximum tokens of one step.", "--max-batch-tokens", "--max-num-batched-tokens",
-            default="2048; on a CPU 128", min=1, callback=PLANNED,
-        ),
-    ] = None  # fmt: skip
+    max_batch_tokens: int | None = option(
+        None, "Maximum tokens of one step.", "--max-batch-tokens", "--max-num-batched-tokens",
+        shown="2048; on a CPU 128", min=1, callback=PLANNED,
+    )  # fmt: skip
     memory_share: MemoryShareOption = MEMORY_SHARE
     memory: MemoryOption = None
     expert_frequencies: FrequenciesOption = None
-    prefix_caching: Annotated[
-        bool,
-        option(
-            "Compute common prefixes of prompts once.",
-            "--prefix-caching/--no-prefix-caching", "--enable-prefix-caching/--no-enable-prefix-caching",
-        ),
-    ] = True  # fmt: skip
-    plan: Annotated[
-        Path | None,
-        option("Serve by this plan for a load, of `tessera plan MODEL`.", "--plan", **FILE),
-    ] = None
-    prompt_tokens: Annotated[
-        int | None,
-        option(
-            "Mean prompt that the service is planned for, in tokens.",
-            default="128", min=1, callback=needs("output_tokens"),
-        ),
-    ] = None  # fmt: skip
-    output_tokens: Annotated[
-        int | None,
-        option(
-            "Mean answer that the service is planned for, in tokens.", default="64", min=1, callback=PLANNED
-        ),
-    ] = None
-    tpot_ms: Annotated[float | None, limit_ms(PER_TOKEN, **NEEDS_LOAD)] = None
-    ttft_ms: Annotated[float | None, limit_ms(TO_FIRST, **NEEDS_LOAD)] = None
-    plan_cache: Annotated[bool, option("Reuse plans of an earlier start of the same service.")] = True
+    prefix_caching: bool = option(
+        True, "Compute common prefixes of prompts once.",
+        "--prefix-caching/--no-prefix-caching", "--enable-prefix-caching/--no-enable-prefix-caching",
+    )  # fmt: skip
+    plan: Path | None = option(
+        None, "Serve by this plan for a load, of `tessera plan MODEL`.", "--plan", **FILE
+    )
+    prompt_tokens: int | None = option(
+        None, "Mean prompt that the service is planned for, in tokens.",
+        shown="128", min=1, callback=NEEDS_LOAD,
+    )  # fmt: skip
+    output_tokens: int | None = option(
+        None, "Mean answer that the service is planned for, in tokens.", shown="64", min=1, callback=PLANNED
+    )
+    tpot_ms: float | None = limit_ms(PER_TOKEN, NEEDS_LOAD)
+    ttft_ms: float | None = limit_ms(TO_FIRST, NEEDS_LOAD)
+    plan_cache: bool = option(True, "Reuse plans of an earlier start of the same service.")
     random_weights: RandomWeights = False
-    policy: Annotated[str, option(POLICY_HELP, callback=PLANNED)] = "auto"
+    policy: str = option("auto", POLICY_HELP, callback=PLANNED)
     effort: EffortOption = "full"
-    max_waiting: Annotated[int, option("Maximum number of waiting requests.", min=1)] = 1024
-    max_requests: Annotated[int, option("Maximum number of requests, waiting ones included.", min=1)] = 2048
-    max_body: Annotated[int, option("Maximum bytes of a request body.", min=1)] = 4 * 2**20
-    drain: Annotated[float, option("Seconds to finish running requests at shutdown.", min=0, max=86_400)] = (
-        30.0
+    max_waiting: int = option(1024, "Maximum number of waiting requests.", min=1)
+    max_requests: int = option(2048, "Maximum number of requests, waiting ones included.", min=1)
+    max_body: int = option(4 * 2**20, "Maximum bytes of a request body.", min=1)
+    drain: float = option(30.0, "Seconds to finish running requests at shutdown.", min=0, max=86_400)
+    access_log: bool = option(False, "Log every answer on standard error.", "--access-log")
+    log_json: bool = option(False, "Log in JSON, one object per line.", "--log-json")
+    tls_cert: Path | None = option(
+        None, "Certificate for HTTPS, a PEM file.", "--tls-cert", "--ssl-certfile", **FILE
     )
-    access_log: Annotated[bool, option("Log every answer on standard error.", "--access-log")] = False
-    log_json: Annotated[bool, option("Log in JSON, one object per line.", "--log-json")] = False
-    tls_cert: Annotated[
-        Path | None, option("Certificate for HTTPS, a PEM file.", "--tls-cert", "--ssl-certfile", **FILE)
-    ] = None
-    tls_key: Annotated[Path | None, option("Its key, a PEM file.", "--tls-key", "--ssl-keyfile", **FILE)] = (
-        None
+    tls_key: Path | None = option(None, "Its key, a PEM file.", "--tls-key", "--ssl-keyfile", **FILE)
+    root_path: str = option("", "Path under which a proxy shows the server, as /llm.")
+    forwarded_allow_ips: str = option(
+        "", "Proxies whose X-Forwarded-For and -Proto are believed, as 10.0.0.1,10.1.0.0/16."
     )
-    root_path: Annotated[str, option("Path under which a proxy shows the server, as /llm.")] = ""
-    forwarded_allow_ips: Annotated[
-        str, option("Proxies whose X-Forwarded-For and -Proto are believed, as 10.0.0.1,10.1.0.0/16.")
-    ] = ""
-    otlp_traces_endpoint: Annotated[
-        str, option("Send OpenTelemetry traces there, as http://127.0.0.1:4318/v1/traces.")
-    ] = ""
-    chat_template: Annotated[
-        str, option("Chat template: a jinja file, or its text.", default="the checkpoint's")
-    ] = ""
-    generation_config: Annotated[
-        Literal["auto", "none"],
-        option("Sampling defaults: auto takes generation_config.json; none takes OpenAI's."),
-    ] = "auto"
-    config: Annotated[
-        Path | None, option(CONFIG_HELP, "--config", is_eager=True, callback=_read_config, **FILE)
-    ] = None
+    otlp_traces_endpoint: str = option(
+        "", "Send OpenTelemetry traces there, as http://127.0.0.1:4318/v1/traces."
+    )
+    chat_template: str = option("", "Chat template: a jinja file, or its text.", shown="the checkpoint's")
+    generation_config: Literal["auto", "none"] = option(
+        "auto", "Sampling defaults: auto takes generation_config.json; none takes OpenAI's."
+    )
+    config: Path | None = option(None, CONFIG_HELP, is_eager=True, callback=_read_config, **FILE)
 
     def device_names(self, model: str) -> str:
         """By default this machine's GPUs, with its CPU if they cannot hold the model, or it."""
@@ -186,6 +156,10 @@ class ServeConfig(MeetingOptions):
         caps = [word for word in self.memory or () if not word.startswith("cpu")]
         held = sum(device.memory_bytes for device in cap_memory(parse_devices(gpus), caps))
         return is_single_device(model) or weight_bytes(place_of(model)) <= HELD_SHARE * held
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        return by_name(map(_adapter, self.lora or ()), "--lora")
 
     @property
     def tls(self) -> tuple[str, str] | None:
@@ -207,7 +181,6 @@ class ServeConfig(MeetingOptions):
         check_known("transport", self.transport, NAMES, "--transport")
         check_known("policy", self.policy, (AUTO, *POLICIES), "--policy")
         read_keys(self.api_key or ())
-        _adapters(self.lora or [])
 
     @property
     def limits(self) -> "HttpLimits":
@@ -228,7 +201,7 @@ class ServeConfig(MeetingOptions):
             policies=(self.policy,),
             random_weights=self.random_weights,
             effort=self.effort,
-            adapters=_adapters(self.lora or []),
+            adapters=tuple(self.adapters.items()),
             expert_frequencies=tuple((module, tuple(often)) for module, often in frequencies),
         )
         if not (self.prompt_tokens and self.output_tokens):
@@ -238,17 +211,12 @@ class ServeConfig(MeetingOptions):
         return replace(spec, load=load, is_for_load=is_free)
 
 
-def _adapters(words: list[str]) -> tuple[tuple[str, str], ...]:
-    adapters: dict[str, str] = {}
-    for text in words:
-        name, _, folder = text.partition("=")
-        if not name or not (Path(folder) / "adapter_config.json").is_file():
-            message = f"--lora must be NAME=FOLDER with an adapter_config.json in FOLDER, got {text!r}"
-            raise TesseraError(message, "Name a folder that peft has saved.")
-        if name in adapters:
-            raise TesseraError(f"--lora has the name {name!r} twice", "Give every adapter its own name.")
-        adapters[name] = str(Path(folder).resolve())
-    return tuple(adapters.items())
+def _adapter(text: str) -> tuple[str, str]:
+    name, _, folder = text.partition("=")
+    if not name or not (Path(folder) / "adapter_config.json").is_file():
+        message = f"it must be NAME=FOLDER with an adapter_config.json in FOLDER, got '{text}'"
+        raise TesseraError(message, "Name a folder that peft has saved.", "--lora")
+    return name, str(Path(folder).resolve())
 
 
 def read_keys(words: Iterable[str]) -> tuple[str, ...]:

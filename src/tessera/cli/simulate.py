@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from tessera.cli.output import Record, excludes, needs, option, progress, say, shown
+from tessera.cli.output import Record, needs, option, progress, say, shown
 from tessera.cli.plan_model import ServiceFigures
-from tessera.errors import ArrivalsError, MismatchError, TesseraError
+from tessera.errors import ArrivalsError, MismatchError, TesseraError, check_known
 from tessera.ir import Arrivals, Clock, Decision, Plan, ServicePlan, Timeline, kind_of, load, save
 from tessera.ir.units import quantile
 from tessera.simulate.arrivals import make_arrivals
@@ -24,7 +24,6 @@ LOSS = re.compile(r"(.+)@(\d+\.?\d*)(?:-(\d+\.?\d*))?")
 SLOWDOWN = re.compile(r"(.+)@(\d+\.?\d*)x(\d+\.?\d*)")
 
 ONLINE = needs("arrivals")
-OFFLINE = excludes("arrivals", "makes no timeline with --arrivals")
 REQUESTS_HELP = "Number of requests; of plans of steps, all wait at the start."
 ARRIVALS_HELP = (
     "Requests over time: a CSV file (BurstGPT or Azure), poisson:RATE, bursty:RATE[,PEAK,SHARE,SECONDS] or "
@@ -35,24 +34,18 @@ LENGTHS_HELP = "Prompt and answer tokens: fixed:P,O, uniform:P,O, geometric:P,O 
 
 @dataclass(frozen=True)
 class PlayedRequests:
-    requests: Annotated[
-        int | None, option(REQUESTS_HELP, default="100; with a CSV file, all of it", min=1)
-    ] = None
-    arrivals: Annotated[str | None, option(ARRIVALS_HELP)] = None
-    monitor: Annotated[
-        bool, option("Let a monitor choose between two plans.", "--monitor", callback=ONLINE)
-    ] = False
-    lengths: Annotated[str | None, option(LENGTHS_HELP, callback=ONLINE)] = None
-    seed: Annotated[int, option("Random seed.", min=0)] = 0
-    noise: Annotated[
-        float, option("Relative error of every kernel type's cost.", callback=ONLINE, min=0.0, max=0.99)
-    ] = 0.0
-    lose: Annotated[
-        list[str] | None, option("Lose a device: DEVICE@SECONDS[-SECONDS when it is back].", callback=ONLINE)
-    ] = None
-    slow: Annotated[
-        list[str] | None, option("Slow a device down: DEVICE@SECONDSxFACTOR.", callback=ONLINE)
-    ] = None
+    requests: int | None = option(None, REQUESTS_HELP, shown="100; with a CSV file, all of it", min=1)
+    arrivals: str | None = option(None, ARRIVALS_HELP)
+    monitor: bool = option(False, "Let a monitor choose between two plans.", "--monitor", callback=ONLINE)
+    lengths: str | None = option(None, LENGTHS_HELP, callback=ONLINE)
+    seed: int = option(0, "Random seed.", min=0)
+    noise: float = option(
+        0.0, "Relative error of every kernel type's cost.", callback=ONLINE, min=0.0, max=0.99
+    )
+    lose: list[str] | None = option(
+        None, "Lose a device: DEVICE@SECONDS[-SECONDS when it is back].", callback=ONLINE
+    )
+    slow: list[str] | None = option(None, "Slow a device down: DEVICE@SECONDSxFACTOR.", callback=ONLINE)
 
     def arrived(self) -> Arrivals | None:
         """None: the full load of a service plan."""
@@ -146,8 +139,8 @@ def simulate(
     other: Annotated[
         Path | None, typer.Argument(callback=ONLINE, help="With --monitor: a second service plan.")
     ] = None,
-    trace: Annotated[Path | None, option("Perfetto trace to write.", default=False, callback=OFFLINE)] = None,
-    output: Annotated[Path | None, option("Timeline to write.", "-o", "--output", callback=OFFLINE)] = None,
+    trace: Path | None = option(None, "Perfetto trace to write.", shown=False),
+    output: Path | None = option(None, "Timeline to write.", "-o", "--output"),
 ) -> SimulatedTimeline | SimulatedService:
     """Run requests through a plan on a virtual clock.
 
@@ -160,6 +153,9 @@ def simulate(
         from tessera.capture.models import positions_of
         from tessera.serve.rehearse import shape_for
 
+        for name, path in (("--trace", trace), ("--output", output)):
+            if path is not None:
+                raise TesseraError("a service plan makes no timeline", "Leave it out.", name)
         if (other is not None) != options.monitor:
             message = "a monitor chooses between two service plans"
             raise TesseraError(message, "Give both or none.", "--monitor")
@@ -211,9 +207,7 @@ def simulate_service(
     if any(other.cluster != plan.cluster for other in plans):
         raise MismatchError("the plans are for different devices", "Plan both for the same devices.")
     for device in (*(loss.device for loss in faults.losses), *(name for name, _, _ in faults.slowdowns)):
-        if device not in plan.cluster.names:
-            names = ", ".join(plan.cluster.names)
-            raise ArrivalsError(f"the plan has no device '{device}'", f"Its devices: {names}.")
+        check_known("device", device, plan.cluster.names, "--lose, --slow")
     if arrivals is None:
         clients = plan.expected.clients if plan.expected else None
         played = Played(rehearse(plan, plan.load, clients, seed), plan.policy)

@@ -69,20 +69,20 @@ class Verified(Record, frozen=True):
         is_stale = bool(self.legal.program_order_differs or self.fresh.differs)
         stale = "Capture the trace again; the model may have changed since."
         remedy = stale if is_stale else "Please report this trace."
-        return TesseraError(self._failure(), remedy, self.file)
+        return TesseraError(failure_of(self.fresh, self.legal, self.classes), remedy, self.file)
 
-    def _failure(self) -> str:
-        fresh, legal = self.fresh, self.legal
-        if legal.program_order_differs:
-            names = ", ".join(legal.program_order_differs)
-            return f"in the trace's own order the launches do not give what the model gives: {names} differ"
-        if fresh.differs:
-            wrong, names = fresh.requests - fresh.equal, ", ".join(fresh.differs)
-            return (
-                f"{wrong} of {fresh.requests} other requests do not give what the model itself gives: {names}"
-            )
-        for equal, what in ((legal.equal, "orders"), (legal.renamed_equal, "orders with renamed buffers")):
-            if equal < legal.orders:
-                return f"{legal.orders - equal} of {legal.orders} {what} differ from the model's own run"
-        bad = ", ".join(row.hazard for row in self.classes if row.necessary is Necessity.NOT_SHOWN)
+
+def failure_of(fresh: FreshRequests, legal: LegalOrders, classes: tuple[ClassTrial, ...]) -> str:
+    """Empty: all holds."""
+    if legal.program_order_differs:
+        names = ", ".join(legal.program_order_differs)
+        return f"in the trace's own order the launches do not give what the model gives: {names} differ"
+    if wrong := fresh.requests - fresh.equal:
+        names = ", ".join(fresh.differs)
+        return f"{wrong} of {fresh.requests} other requests do not give what the model itself gives: {names}"
+    for equal, what in ((legal.equal, "orders"), (legal.renamed_equal, "orders with renamed buffers")):
+        if equal < legal.orders:
+            return f"{legal.orders - equal} of {legal.orders} {what} differ from the model's own run"
+    if bad := ", ".join(row.hazard for row in classes if row.necessary is Necessity.NOT_SHOWN):
         return f"no order without {bad} edges came out different: these edges are not shown to be needed"
+    return ""

@@ -16,15 +16,15 @@ import typer
 from tessera.analyze import build_graph
 from tessera.cli.output import option, progress
 from tessera.cli.run import check_runnable
-from tessera.cli.verification import Necessity, Verified
+from tessera.cli.verification import Verified, failure_of
 from tessera.ir import Trace, load
 
 
 def verify(
     file: Annotated[Path, typer.Argument(help="A trace, captured on the CPU.")],
-    orders: Annotated[int, option("Orders to try: legal ones, and broken ones of each class.", min=1)] = 20,
-    seed: Annotated[int, option("Seed of the orders.")] = 0,
-    requests: Annotated[int, option("Other requests to compare with the model itself.", min=1)] = 3,
+    orders: int = option(20, "Orders to try: legal ones, and broken ones of each class.", min=1),
+    seed: int = option(0, "Seed of the orders."),
+    requests: int = option(3, "Other requests to compare with the model itself.", min=1),
 ) -> Verified:
     """Try a trace's dependencies by running it in other orders.
 
@@ -39,12 +39,10 @@ def verify(
         with threads(1):
             trials = Trials(build_graph(trace), orders, seed, advance)
             fresh, legal, classes = trials.fresh(requests), trials.legal(), trials.classes()
-    is_equal = legal.equal == legal.renamed_equal == orders and fresh.equal == requests
-    is_shown = all(row.necessary is not Necessity.NOT_SHOWN for row in classes)
     return Verified(
         headline=f"{fresh.equal} of {requests} other requests, {legal.equal} of {orders} orders on shared "
         f"memory and {legal.renamed_equal} of {orders} with renamed buffers equal the model bit for bit.",
-        verified=not legal.program_order_differs and not fresh.differs and is_equal and is_shown,
+        verified=not failure_of(fresh, legal, classes),
         file=str(file),
         model=trace.step.model,
         step=trace.step.kind,

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from tessera.errors import TesseraError, check_known
+from tessera.errors import TesseraError, by_name, check_known
 from tessera.ir import AWAY, Cluster, Device, DeviceKind, Link, verify
 from tessera.ir.files import packaged
 from tessera.ir.host import host_nodes
@@ -95,7 +95,7 @@ def parse_devices(text: str, cards: Cards = cuda_cards) -> tuple[Device, ...]:
 
 
 def cap_memory(devices: tuple[Device, ...], words: Sequence[str]) -> tuple[Device, ...]:
-    caps = dict(_cap(word) for word in words)
+    caps = by_name(map(_cap, words), "--memory")
     names = [device.name for device in devices]
     for name in caps:
         check_known("device", name, names, "--memory")
@@ -237,14 +237,16 @@ def wire(devices: tuple[Device, ...], words: Sequence[str] = (), buses: Sequence
     names = tuple(device.name for device in devices)
     pairs = [(a, b) for a in names for b in names if a != b]
     links = _links(plain[0] if plain else DEFAULT, pairs)
+    named: list[tuple[str, Link]] = []
     for word in words:
         if word not in plain:
             ends, _, name = word.rpartition("=")
             joined = [(a, b) for a, b in pairs if ends in (f"{a}-{b}", f"{b}-{a}", f"{a}>{b}")]
-            links |= _links(name, joined)
+            named += [(f"{a}>{b}", link) for (a, b), link in _links(name, joined).items()]
             if not joined:
                 remedy = f"Write A-B=LINK with two of {', '.join(names)}."
                 raise TesseraError(f"'{ends}' is not a pair of devices", remedy, "--link")
+    links |= {(link.src, link.dst): link for link in by_name(named, "--link").values()}
     for bus in buses:
         _share(links, bus, names)
     cluster = Cluster(devices, tuple(links.values()))

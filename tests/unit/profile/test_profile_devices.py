@@ -132,6 +132,8 @@ def test_memory_is_capped_by_device() -> None:
             cap_memory(devices, [word])
     with pytest.raises(UnknownName):
         cap_memory(devices, ["cuda:7=22GB"])
+    with pytest.raises(TesseraError, match=r"^--memory: 'emu:l40s' is given twice"):
+        cap_memory(devices, ["emu:l40s=22GB", "emu:l40s=22GB"])
 
 
 def test_modelled_cpus_are_devices() -> None:
