@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,24 @@ class RunningService:
     facts: dict[str, Any]
 
 
+class Phases:
+    """Seconds of a start by the first word of each line of progress."""
+
+    def __init__(self, advance: Callable[[str], None]) -> None:
+        self._advance, self._starts = advance, [("opening", time.perf_counter())]
+
+    def __call__(self, what: str) -> None:
+        self._starts.append((what.partition(" ")[0], time.perf_counter()))
+        self._advance(what)
+
+    def line(self) -> str:
+        seconds: dict[str, float] = {}
+        for (name, start_s), (_, stop_s) in pairwise([*self._starts, ("", time.perf_counter())]):
+            seconds[name] = seconds.get(name, 0.0) + stop_s - start_s
+        parts = ", ".join(f"{name} {num:.1f}" for name, num in seconds.items())
+        return f"seconds of the start, {sum(seconds.values()):.1f} after imports: {parts}"
+
+
 @contextmanager
 def started(
     model: str,
@@ -61,7 +80,7 @@ def started(
             advance(f"building {model}")
             yield start.on_one_device()
         else:
-            yield start.planned(hub, advance)
+            yield start.planned(hub, Phases(advance))
 
 
 @dataclass(frozen=True)
@@ -74,7 +93,7 @@ class _Start:
     config: ServeConfig
     stack: ExitStack
 
-    def planned(self, hub: MakeHub | None, advance: Callable[[str], None]) -> RunningService:
+    def planned(self, hub: MakeHub | None, advance: Phases) -> RunningService:
         from tessera.serve.grammar import open_grammars
         from tessera.serve.metrics import Metrics
         from tessera.serve.openai.read import Endpoint, ModelCard, folder_defaults
@@ -111,8 +130,8 @@ class _Start:
             card, service, int(time.time()), lambda: service.policies, picture_reader, grammars
         )
         enter(service)
-        app = self._app(endpoint, metrics)
-        return RunningService(self.name, service, app, lines_of(prepared), self._facts(service))
+        app, summary = self._app(endpoint, metrics), (*lines_of(prepared), advance.line())
+        return RunningService(self.name, service, app, summary, self._facts(service))
 
     def _facts(self, service: Service) -> dict[str, Any]:
         shape = service.shape

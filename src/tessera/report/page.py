@@ -9,7 +9,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -128,17 +127,19 @@ def _overview(
         for track in tracks
         if track in kept
     ]
-    marks = [(share, units.duration(share / 100 * total)) for share in range(0, 100, 20)]
-    return {"tracks": drawn, "marks": marks, "num_hidden": len(tracks) - len(drawn), "columns": COLUMNS}
+    unit, marks = _axis(total)
+    hidden = len(tracks) - len(drawn)
+    return {"tracks": drawn, "unit": unit, "marks": marks, "num_hidden": hidden, "columns": COLUMNS}
 
 
 def _columns(spans: Sequence[Span], total_us: float) -> list[tuple[int, str, str]]:
     paths: dict[tuple[int, int], list[str]] = defaultdict(list)
     start = 0
-    for cell, columns in groupby(_cells(spans, total_us)):
-        width = len(list(columns))
-        paths[cell].append(f"M{start} 0h{width}v1H{start}z")
-        start += width
+    cells = _cells(spans, total_us)
+    for column in range(1, COLUMNS + 1):
+        if column == COLUMNS or cells[column] != cells[start]:
+            paths[cells[start]].append(f"M{start} 0h{column - start}v1H{start}z")
+            start = column
     return [
         (colour, f"{level / LEVELS:g}", "".join(shapes)) for (colour, level), shapes in paths.items() if level
     ]
@@ -154,6 +155,17 @@ def _cells(spans: Sequence[Span], total_us: float) -> list[tuple[int, int]]:
         busy[span.request % NUM_COLOURS, columns] += parts
     levels = np.ceil(np.minimum(1.0, busy.sum(axis=0)) * LEVELS - 1e-6).astype(int)
     return list(zip(busy.argmax(axis=0).tolist(), levels.tolist(), strict=True))
+
+
+def _axis(total_us: float) -> tuple[str, list[tuple[str, str]]]:
+    """The unit, and marks as (position in percent, number)."""
+    step = 10.0 ** math.floor(math.log10(total_us / 4))
+    step *= next((k for k in (5, 2) if total_us / (step * k) >= 4), 1)
+    unit, name = (1.0, "us") if total_us < 1e4 else (1e3, "ms") if total_us < 1e7 else (1e6, "s")
+    places = max(0, -math.floor(math.log10(step / unit) + 1e-9))
+    # A number in the last twentieth would stick out.
+    times = (n * step for n in range(math.floor(0.95 * total_us / step + 1e-9) + 1))
+    return name, [(f"{100 * us / total_us:.2f}", f"{us / unit:,.{places}f}") for us in times]
 
 
 def _dependencies(plan: Plan) -> list[dict[str, Any]]:

@@ -14,6 +14,9 @@ from tessera.ir import Costs, Trace
 from tessera.ir.files import write_whole
 
 FORMATS = (".png", ".svg", ".pdf")
+# Ratios nearer to 1 are within the error.
+EVEN = 1.1
+FIRST, SECOND, MIDDLE = "#2a6f97", "#c8553d", "#8a8a8a"
 
 
 def check_plot(num_devices: int, path: Path) -> None:
@@ -46,6 +49,7 @@ def sources(costs: Costs) -> str:
 
 
 def draw_ratios(trace: Trace, costs: Costs, classes: Sequence[str], path: Path) -> None:
+    check_plot(len(costs.devices), path)
     by_class = ratios(costs, classes)
     if not by_class:
         raise TesseraError("no launch takes time on both devices", "Name other devices.", "--plot")
@@ -73,7 +77,8 @@ def _bars(axes: Any, by_class: dict[str, list[tuple[float, float]]], first: str,
     for name, rows in by_class.items():
         width = 1.0 / len(rows)
         xs = [place + (i + 0.5) * width for i in range(len(rows))]
-        axes.bar(xs, [ratio - 1.0 for ratio, _ in rows], width, bottom=1.0)
+        heights = [ratio - 1.0 for ratio, _ in rows]
+        axes.bar(xs, heights, width, bottom=1.0, color=[_colour(ratio) for ratio, _ in rows])
         ticks.append((place + 0.5, f"{name}\n{len(rows)}"))
         place += 1.3
     axes.axhline(1.0, color="black", linewidth=0.8)
@@ -90,6 +95,12 @@ def _plain_ticks(axis: Any) -> None:
     axis.set_major_locator(LogLocator(base=10, subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _colour(ratio: float) -> str:
+    if 1 / EVEN <= ratio <= EVEN:
+        return MIDDLE
+    return FIRST if ratio > 1 else SECOND
 
 
 def _distribution(axes: Any, by_class: dict[str, list[tuple[float, float]]], first: str, second: str) -> None:

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from report_factory import make_cluster, make_plan, make_timeline
 from tessera.cli.plan import pictures
+from tessera.cli.render import render
 from tessera.ir import Baseline, Clock, Objective, Plan, verify
 from tessera.report import PolicyLine, UsedDevice, compared, device_uses
 
@@ -24,7 +25,7 @@ def use_of(uses: tuple[UsedDevice, ...], name: str) -> UsedDevice:
 def text_of(plan: Plan) -> str:
     """What a plain, wide terminal shows."""
     console = Console(file=io.StringIO(), width=160, color_system=None)
-    console.print(*pictures(plan)[1:])
+    render(pictures(plan)[1], console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

@@ -1,6 +1,7 @@
 """From a model and devices to plans for serving, and to others around a device."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from sampling import num_layers
 from serving_factory import GREEDY, read_all, wait_for
 from tessera import flow
 from tessera.capture import build, record
+from tessera.cli.start import Phases
 from tessera.errors import CaptureError, DeviceMemoryError, PlanInfeasible, TesseraError, UnknownName
 from tessera.execute.lanes import devices_of
 from tessera.execute.lower import lower
@@ -388,3 +390,16 @@ def test_gpus_of_other_machines_hold_their_own_weights(monkeypatch: pytest.Monke
     monkeypatch.setattr("tessera.serve.steps.weight_bytes", lambda place: 2**60)
     with pytest.raises(TesseraError, match=r"weights; this machine has .* GB of memory"):
         prepare("tiny-llama", cluster, spec)
+
+
+def test_a_start_says_where_its_seconds_went(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the first words of its lines, which go on to the listener."""
+    times, heard = iter([10.0, 11.0, 13.0, 16.0, 20.0]), list[str]()
+    monkeypatch.setattr(time, "perf_counter", lambda: next(times))
+    phases = Phases(heard.append)
+    for what in ("building x", "capturing 2 steps", "capturing 2 steps, left: 8"):
+        phases(what)
+
+    line = "seconds of the start, 10.0 after imports: opening 1.0, building 2.0, capturing 7.0"
+    assert line == phases.line()
+    assert ["building x", "capturing 2 steps", "capturing 2 steps, left: 8"] == heard
