@@ -245,7 +245,7 @@ def option_name(param: typer.CallbackParam) -> str:
 
 
 def positive(param: typer.CallbackParam, value: float | None) -> float | None:
-    if value is not None and not value > 0:
+    if value is not None and value <= 0:
         raise TesseraError(f"must be above 0, got {value:g}", "See --help.", option_name(param))
     return value
 

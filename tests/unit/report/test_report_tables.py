@@ -8,7 +8,6 @@ from rich.console import Console
 
 from report_factory import make_cluster, make_plan, make_timeline
 from tessera.cli.plan import pictures
-from tessera.cli.render import render
 from tessera.ir import Baseline, Clock, Objective, Plan, verify
 from tessera.report import PolicyLine, UsedDevice, compared, device_uses
 
@@ -25,7 +24,7 @@ def use_of(uses: tuple[UsedDevice, ...], name: str) -> UsedDevice:
 def text_of(plan: Plan) -> str:
     """What a plain, wide terminal shows."""
     console = Console(file=io.StringIO(), width=160, color_system=None)
-    render(pictures(plan)[1], console)
+    console.print(*pictures(plan)[1:])
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
