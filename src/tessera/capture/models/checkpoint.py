@@ -9,9 +9,7 @@ import json
 import logging
 import os
 import re
-import struct
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -147,7 +145,6 @@ def read_weights(folder: Path) -> dict[str, Any]:
         path = _inside(folder, name)
         try:
             file: Any = safetensors.safe_open(path, framework="pt")
-            _check_names(path)
             tensors |= {key: file.get_slice(key) for key in file.keys() if index.get(key, name) == name}  # noqa: SIM118
         except (safetensors.SafetensorError, OSError, ValueError) as error:
             raise CaptureError(f"is broken: {first_line(error)}", AGAIN, str(path)) from error
@@ -212,19 +209,6 @@ def _inside(folder: Path, name: str) -> Path:
     if not path.is_file():
         raise CaptureError("is no file" if path.exists() else "is missing", AGAIN, str(path))
     return path
-
-
-def _check_names(path: Path) -> None:
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        tensors = dict(items)
-        if len(tensors) < len(items):
-            names = Counter(name for name, _ in items)
-            raise ValueError(f"{_some(sorted(name for name in names if names[name] > 1))} twice")
-        return tensors
-
-    with path.open("rb") as file:
-        (size,) = struct.unpack("<Q", file.read(8))
-        json.loads(file.read(size), object_pairs_hook=pairs)
 
 
 def load(
