@@ -7,9 +7,11 @@ the folder. Not handled: files that change while read.
 
 import json
 import logging
+import math
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -156,9 +158,12 @@ def read_weights(folder: Path) -> dict[str, Any]:
 
 
 def dtype_of(folder: Path) -> torch.dtype:
-    """Type of the first weight that products have, as transformers chooses it."""
-    names = (str(tensor.get_dtype()) for tensor in read_weights(folder).values())
-    return next((DTYPES[name] for name in names if name in DTYPES), torch.float32)
+    """Type of most weights that products have."""
+    sizes = Counter[torch.dtype]()
+    for tensor in read_weights(folder).values():
+        if dtype := DTYPES.get(str(tensor.get_dtype())):
+            sizes[dtype] += math.prod(tensor.get_shape())
+    return max(sizes, key=sizes.__getitem__, default=torch.float32)
 
 
 def widened(model: Any, names: Iterable[str]) -> Any:

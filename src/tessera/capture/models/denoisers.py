@@ -7,8 +7,6 @@ unknown required ones are refused. Built-in models use classifier-free guidance:
 """
 
 import inspect
-import math
-from collections import Counter
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -89,8 +87,12 @@ def _load(folder: Path, settings: dict[str, Any], step: Step) -> Any:
         remedy = f"Name a transformer or UNet of {' or '.join(LATENTS)} and timestep, or a module:callable."
         raise CaptureError(f"diffusers has no denoiser {name!r}", remedy, str(folder / "config.json"))
 
+    dtype = torch.float32
+    with suppress(CaptureError):  # without values no files are needed
+        dtype = checkpoint.dtype_of(folder)
+
     def make() -> Any:
-        return _make(kind, dict(settings), _dtype(folder))
+        return _make(kind, dict(settings), dtype)
 
     def give(tensors: checkpoint.Tensors) -> checkpoint.Filled:
         values = {key: held[...] for key, held in tensors.items()}
@@ -103,16 +105,6 @@ def _load(folder: Path, settings: dict[str, Any], step: Step) -> Any:
     module = checkpoint.load(folder, step, f"a {name} cannot be built from it", make, give)
     _register(module)
     return module.eval()
-
-
-def _dtype(folder: Path) -> torch.dtype:
-    """Type of most weights; float32 if no file can be read, which matters only where values are needed."""
-    sizes = Counter[torch.dtype]()
-    with suppress(CaptureError):
-        for tensor in checkpoint.read_weights(folder).values():
-            dtype = checkpoint.DTYPES.get(str(tensor.get_dtype()), torch.float32)
-            sizes[dtype] += math.prod(tensor.get_shape())
-    return max(sizes, key=sizes.__getitem__, default=torch.float32)
 
 
 def _register(module: torch.nn.Module) -> None:

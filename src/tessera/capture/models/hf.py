@@ -36,8 +36,8 @@ _AUTO = (
     "AutoModelForCausalLM",
     "AutoModel",
 )
+# They advise other implementations, which no step uses.
 _ADVISERS = ("transformers.integrations.hub_kernels", "transformers.models.mamba2.modeling_mamba2")
-_ADVICE = ("falling back to its reference PyTorch implementation", "The fast path is not available")
 ATTENTION = "tessera"
 
 
@@ -115,12 +115,8 @@ def another(workload: Workload, step: Step) -> Workload:
 def _transformers() -> Any:
     transformers = extra_module("transformers", "hf")
     for name in _ADVISERS:
-        logging.getLogger(name).addFilter(_is_about_the_model)  # the same function is added once
+        logging.getLogger(name).setLevel(logging.ERROR)
     return transformers
-
-
-def _is_about_the_model(record: logging.LogRecord) -> bool:
-    return not any(words in record.getMessage() for words in _ADVICE)
 
 
 def _workload(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) -> Workload:
