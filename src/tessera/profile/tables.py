@@ -17,7 +17,7 @@ from functools import cache, cached_property
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +30,6 @@ from tessera.profile.counts import OpClass, Work
 from tessera.profile.fitted import Array, Loads
 from tessera.profile.gpus import GPUS, Gpu, gpu
 from tessera.profile.table_files import KINDS, Absent, Arrays, Mask, Rows, TableFile, Unusable
-
-if TYPE_CHECKING:
-    from scipy.spatial import cKDTree
 
 NEAREST = 8
 # Octaves; an exact hit must not outweigh all other points by rounding.
@@ -62,7 +59,7 @@ class Surface:
     residual: Array
 
     @cached_property
-    def tree(self) -> "cKDTree[None]":
+    def tree(self) -> Any:
         # Slow to import; most commands read no table.
         from scipy.spatial import cKDTree
 

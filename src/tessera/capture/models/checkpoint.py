@@ -216,15 +216,13 @@ def _inside(folder: Path, name: str) -> Path:
     return path
 
 
-def load(
-    folder: Path, step: Step, what: str, make: Callable[[], Any], give: Give, is_packed: bool = False
-) -> Any:
+def load(folder: Path, step: Step, make: Callable[[], Any], give: Give, is_packed: bool = False) -> Any:
     """`make` creates the model without weights, `give` with them.
 
     Without values (fake tensors, meta device) no weights are read. `is_packed`: weights take the files' size,
     and `give` fills in what they consist of without values too.
     """
-    with _bounded(folder, what):
+    with _bounded(folder):
         if not has_values() and not is_packed:
             return make()
         with torch.device("meta"):
@@ -236,7 +234,7 @@ def load(
         remedy = "Plan it, or capture it with --device fake, which needs none."
         raise CaptureError(message, remedy, str(folder))
     if step.random_weights:
-        with blamed(folder, what), seeded(step.seed):
+        with blamed(folder), seeded(step.seed):
             return make()
     tensors = read_weights(folder)
     if not tensors:
@@ -244,7 +242,7 @@ def load(
     if size > MAX_GROWTH * (held := weight_bytes(folder)):
         message = f"its files hold {units.size(held)} of weights, and this model has {units.size(size)}"
         raise CaptureError(message, AGAIN, str(folder))
-    with blamed(folder, what):
+    with blamed(folder):
         filled = give(tensors)
     if filled.missing:
         message = f"its weights lack {_some(sorted(filled.missing))}"
@@ -303,7 +301,7 @@ def has_values() -> bool:
 
 
 @contextmanager
-def _bounded(folder: Path, what: str) -> Iterator[None]:
+def _bounded(folder: Path) -> Iterator[None]:
     num, started_s = 0, time.monotonic()
 
     def add(module: Any, name: str, tensor: Any) -> None:
@@ -316,7 +314,7 @@ def _bounded(folder: Path, what: str) -> Iterator[None]:
     with (
         torch_module.register_module_parameter_registration_hook(add),
         torch_module.register_module_buffer_registration_hook(add),
-        blamed(folder, what),
+        blamed(folder),
     ):
         yield
 

@@ -102,7 +102,7 @@ def _load(folder: Path, settings: dict[str, Any], step: Step) -> Any:
         module.load_state_dict({k: t for k, t in values.items() if k not in unlike}, strict=False)
         return checkpoint.Filled(module, tuple(k for k in parameters if k not in values), unlike)
 
-    module = checkpoint.load(folder, step, f"a {name} cannot be built from it", make, give)
+    module = checkpoint.load(folder, step, make, give)
     _register(module)
     return module.eval()
 

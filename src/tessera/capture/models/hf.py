@@ -181,8 +181,7 @@ def _model(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) -> 
             with checkpoint.blamed(folder), torch.device("meta"):
                 check_served(make())  # before weights are read
         with torch.device("cpu") if is_read and torch.get_default_device().type == "cuda" else nullcontext():
-            what = f"a {config.model_type} cannot be built from it"
-            model = checkpoint.load(folder, step, what, make, give, packing is not None)
+            model = checkpoint.load(folder, step, make, give, packing is not None)
     if model._can_set_experts_implementation():
         # The eager path of experts reads the routing on the host; grouped products need rows of 16 bytes.
         experts = [p for name, p in model.named_parameters() if name.endswith("_proj") and p.dim() == 3]

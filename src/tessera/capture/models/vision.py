@@ -83,30 +83,23 @@ class PictureSteps(CachedSteps):
         return {**inputs, "rotary": inputs["positions"].repeat(3, 1, 1)}
 
     def _random_inputs(self, seed: int) -> dict[str, torch.Tensor]:
-        step = self._step
-        num = step.context // 2 if step.kind == "prefill" else 0
-        random = torch.Generator().manual_seed(seed)
-        least = min(step.context, NUM_LEADING + num + 1)
-        lengths = torch.randint(least, step.context + 1, (step.batch, 1), generator=random)
+        inputs, step = super()._random_inputs(seed), self._step
         if step.kind == "decode":
-            return self._tokens_at(lengths - 1, 1, random)
-        inputs = self._tokens_at(torch.zeros_like(lengths), step.context, random)
+            return inputs
+        num, random = step.context // 2, torch.Generator().manual_seed(seed + 1)
         places = rotary(np.arange(step.context), [NUM_LEADING], grid_places(num))
         image = torch.randn((step.batch, num, self._config.hidden_size), generator=random)
         return inputs | {
             "rotary": torch.tensor(places.tolist())[:, None].repeat(1, step.batch, 1),
-            "last": lengths[:, 0] - 1,
+            "last": inputs["last"].clamp(min(step.context - 1, NUM_LEADING + num)),
             "image": image.to(self._model.dtype),
             "image_places": (NUM_LEADING + torch.arange(num)).repeat(step.batch, 1),
         }
 
     def _follow(self, first: Tensors, run: int, last: Tensors) -> dict[str, torch.Tensor]:
         if self._step.kind == "decode":
-            return {
-                "tokens": last["next_tokens"][:, None].clone(),
-                "positions": last[NEXT].clone(),
-                "rotary": last["next_rotary"].t()[:, :, None].contiguous(),
-            }
+            places = last["next_rotary"].t()[:, :, None].contiguous()
+            return {**super()._follow(first, run, last), "rotary": places}
         inputs = self._inputs(0)
         if inputs["image"].shape != last["image"].shape:
             raise MismatchError(
