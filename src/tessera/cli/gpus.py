@@ -60,10 +60,10 @@ def gpus(name: Annotated[str | None, typer.Argument(help="One GPU, in full.")] =
     one = profile.gpu(name)
     return GpuCard(
         specs=one,
-        borrowed_from=tuple(profile.borrowed(name)),
+        borrowed_from=profile.borrowed(name),
         sources=profile.best_sources(name, tables),
         coverage=profile.coverage(name, tables),
-        rejected_tables=dict(profile.rejected_tables(name, tables)),
+        rejected_tables=profile.rejected_tables(name, tables),
         notes=(profile.missing_note(),) if tables is None and name in profile.SYSTEMS else (),
     )
 
@@ -76,7 +76,7 @@ def _line(g: profile.Gpu, tables: profile.Tables | None) -> GpuLine:
         tflops=_pair(g.effective.gemm_tflops if g.effective else None, g.bf16_tflops or g.fp16_tflops),
         gbps=_pair(g.effective.decode_gbps if g.effective else None, g.memory_gbps),
         costs="/".join(map(str, counts)),
-        borrowed_from=tuple(profile.borrowed(g.name)),
+        borrowed_from=profile.borrowed(g.name),
         sources=sources,
         specs=g,
     )

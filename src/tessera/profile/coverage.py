@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from tessera.ir import Cost, Plan, Source
 from tessera.profile.counts import OpClass, Work
 from tessera.profile.estimate import works
-from tessera.profile.fitted import family_of, model_for, model_of
+from tessera.profile.fitted import FAMILY_WORDS, family_of, model_for, model_of
 from tessera.profile.gpus import GPUS, gpu
 from tessera.profile.table_files import KINDS, files_of
 from tessera.profile.tables import Tables
 
 WIDE = 0.25
-FAMILIES = {"any": "any", "f16": "16 bits", "f32": "fp32"}
 VARIANTS = {"bfloat16": "16 bits", "fp8": "fp8"}
 
 
@@ -41,7 +40,7 @@ def coverage(gpu_name: str, tables: Tables | None = None) -> tuple[Covered, ...]
         listed += _from_tables(gpu_name, op, tables)
         for family in dict.fromkeys(family_of(op, dtype) for dtype in ("bfloat16", "float32")):
             model = model_for(gpu_name, op, family)
-            listed.append(Covered(op, FAMILIES[family], model.source, model.long_error, model.why))
+            listed.append(Covered(op, FAMILY_WORDS[family], model.source, model.long_error, model.why))
     return tuple(listed)
 
 
@@ -61,17 +60,14 @@ def _from_tables(gpu_name: str, op: OpClass, tables: Tables | None) -> list[Cove
     return covered
 
 
-def rejected_tables(gpu_name: str, tables: Tables | None) -> tuple[tuple[str, str], ...]:
+def rejected_tables(gpu_name: str, tables: Tables | None) -> dict[str, str]:
     """Tables that rank above the chosen one, with the reason against each."""
-    if tables is None:
-        return ()
-    rejected = {
-        (f"{op} {variant}, {file.name}", reason)
+    return {
+        f"{op} {variant}, {file.name}": reason
         for op, kind in KINDS.items()
         for variant in kind.variants
-        for file, reason in tables.choice(gpu_name, op, variant).rejected
+        for file, reason in (tables.choice(gpu_name, op, variant).rejected if tables else ())
     }
-    return tuple(sorted(rejected))
 
 
 def borrowed(gpu_name: str) -> tuple[str, ...]:

@@ -13,14 +13,13 @@ from tessera.ir.trace import item_bytes
 from tessera.profile.corrections import Corrections, calibration_of, packaged
 from tessera.profile.counts import OpClass, Work, is_zero_size, work_of
 from tessera.profile.cpus import CPUS, price_on_cpu
-from tessera.profile.fitted import family_of, model_of, price_many
+from tessera.profile.fitted import ANY, FAMILY_WORDS, family_of, model_of, price_many
 from tessera.profile.gpus import gpu
 from tessera.profile.table_files import SYSTEMS
 from tessera.profile.tables import Tables, missing_note
 
 # Torch picks other kernels for tensors not aligned to this.
 ALIGN = 16
-FAMILY_WORDS = {"any": "", "f16": " in 16 bits", "f32": " in fp32", "f64": " in fp64", "f8": " in 8 bits"}
 
 
 def modelled(trace: Trace, gpu_names: Iterable[str], tables: Tables | None) -> dict[str, tuple[Cost, ...]]:
@@ -109,7 +108,8 @@ def _guessed(name: str, distinct: list[Work], tables: Tables | None) -> list[str
     worst: dict[str, float] = {}
     for work, cost in zip(distinct, price_works(distinct, name, tables), strict=True):
         if work.op is not OpClass.ALLOCATION and cost.source is Source.CLASS:
-            words = f"{work.op}{FAMILY_WORDS[family_of(work.op, work.dtype)]}"
+            family = family_of(work.op, work.dtype)
+            words = str(work.op) if family == ANY else f"{work.op} in {FAMILY_WORDS[family]}"
             worst[words] = max(worst.get(words, 0.0), model_of(work, gpu(name)).short_error)
     return [f"{words} (±{error:.0%})" for words, error in sorted(worst.items())]
 

@@ -58,6 +58,7 @@ FAMILIES = {
     "int8": "f8",
 }  # fmt: skip
 ANY = "any"
+FAMILY_WORDS = {ANY: "any", "f16": "16 bits", "f32": "fp32", "f64": "fp64", "f8": "8 bits"}
 # Launches of at most 0.5 MB on an H200 (launches_h200_202611.json), one-token steps on A100 and L40S
 # (benchmarks/published). Row reductions take two passes.
 FLOOR_CYCLES, ROW_FLOOR_CYCLES = 2600.0, 4500.0

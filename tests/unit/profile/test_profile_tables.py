@@ -215,7 +215,7 @@ def test_a_table_unlike_its_chip_is_passed_over(tmp_path: Path) -> None:
 
     assert choice.source is not None
     assert "sglang 1.0.0" == choice.source.file.name
-    assert ("prefill 128, vllm 0.19.0", choice.rejected[0][1]) in rejected_tables("h200", tables)
+    assert ("prefill 128, vllm 0.19.0", choice.rejected[0][1]) in rejected_tables("h200", tables).items()
     assert "times faster than every other table of the GH100" in choice.rejected[0][1]
 
 
