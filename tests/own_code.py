@@ -52,4 +52,6 @@ def _plan(model: ServedModel) -> Plan:
     lane = Lane(Placement(((),) * len(graphs)), 1.0)
     unit, cluster = WorkUnit(graphs, (1,) * len(graphs)), Cluster((card,), ())
     goal, microbatches = Objective.THROUGHPUT, model.shape.microbatches
-    return Plan(unit, cluster, costs, goal, "single-device", (lane,), microbatches, 1.0, 1.0, 1.0, 0.0)
+    return Plan(
+        unit, cluster, costs, goal, "single-device", (lane,), microbatches, 1.0, 1.0, 1.0, 0.0, home="cpu"
+    )

@@ -231,6 +231,7 @@ RULES: dict[type, Rules] = {
             g.sequences >= 1 <= g.microbatches for g in s.groups
         ),
         "every group has one lane": lambda s: all(len(g.plan.lanes) == 1 for g in s.groups),
+        "every group's plan has a home": lambda s: all(g.plan.home for g in s.groups),
         "every group has a step of tokens": lambda s: all(g.sizes for g in s.groups),
         "all groups have the same devices and links": lambda s: all(
             g.plan.cluster == s.cluster for g in s.groups

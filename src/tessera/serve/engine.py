@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from tessera.adapt.controller import Controller, Replanned
+from tessera.adapt.controller import Controller, Planner, Replanned
+from tessera.adapt.monitor import Monitor
 from tessera.errors import ServiceClosing, TesseraError
 from tessera.execute.scheduler import Microbatch, SchedulerConfig, Watcher
 from tessera.execute.stepper import DeviceBack, DeviceLost, StepDone, Stepper
@@ -53,6 +54,9 @@ class Engine(Watcher[ActiveRequest]):
         picture_inputs: PictureInputs | None = None,
         prefix_caching: bool = True,
         is_filled: bool = True,
+        monitor: Monitor | None = None,
+        planner: Planner[ServicePlan] | None = None,
+        log: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.stepper, self.shape = stepper, shape
         self.meters = meters or Meters()
@@ -64,7 +68,6 @@ class Engine(Watcher[ActiveRequest]):
         depth = getattr(stepper, "microbatches", None)
         config = SchedulerConfig(max_waiting, depth, max_retries=MAX_RETRIES)
         self.scheduler = Router(stepper, policies, shape, batches, config, self)
-        self.controller: Controller[ServicePlan] | None = None
         # Two: a lost device is planned for while an obsolete correction still runs.
         self._background = ThreadPoolExecutor(2, "tessera-replan")
         self._begun_s, self._is_running = stepper.now_s(), False
@@ -80,6 +83,7 @@ class Engine(Watcher[ActiveRequest]):
         # When the last step began to be settled; None: what follows it is ordered.
         self._settled_s: float | None = None
         self._wake_ups = WakeUps()
+        self.controller = Controller(self, policies, monitor, planner, log)
 
     @property
     def policy(self) -> str:
@@ -103,17 +107,15 @@ class Engine(Watcher[ActiveRequest]):
         return self.scheduler.move_s()
 
     def submit(self, job: Callable[[], Replanned[ServicePlan]]) -> Future[Replanned[ServicePlan]]:
-        assert self.controller is not None, "the controller submits"
         future = self._background.submit(job)
-        future.add_done_callback(lambda _, poll=self.controller.poll: self.post(poll))  # type: ignore[misc]
+        future.add_done_callback(lambda _: self.post(self.controller.poll))
         return future
 
     def end_planning(self) -> None:
         self._background.shutdown(wait=True, cancel_futures=True)
 
     def accept(self, request: ActiveRequest) -> None:
-        if self.controller is not None:
-            self.controller.arrived()  # before it can leave; refused requests count as load too
+        self.controller.arrived()  # before it can leave; refused requests count as load too
         try:
             with self._lock:
                 if self.failure:
@@ -122,7 +124,7 @@ class Engine(Watcher[ActiveRequest]):
                     raise ServiceClosing("the service is stopping", "Ask another one.")
                 self.scheduler.push(request, request.ask.client)
         except TesseraError:
-            self._count_end()
+            self.controller.finished()
             raise
         self.stepper.wake()
 
@@ -170,8 +172,7 @@ class Engine(Watcher[ActiveRequest]):
             self.deliver()
             if self.meters.is_due():
                 self.meters.sample(self.stepper.use())
-                if self.controller is not None:
-                    self.controller.poll()
+                self.controller.poll()
             is_done = self.is_closing and self.scheduler.is_idle
             self.scheduler.wait(0.0 if is_done else max(0.0, min(SAMPLE_S, self._wake_ups.due_s)))
             self.failure = self.scheduler.failure
@@ -244,11 +245,7 @@ class Engine(Watcher[ActiveRequest]):
         request.buffer.finish(finish)
         self._wake_ups.buffers.add(request.buffer)
         self.meters.ended(finish, request.times(self.stepper.now_s()))
-        self._count_end(lengths if reason in ("stop", "length") else None)
-
-    def _count_end(self, lengths: tuple[int, int] | None = None) -> None:
-        if self.controller is not None:
-            self.controller.finished(lengths)
+        self.controller.finished(lengths if reason in ("stop", "length") else None)
 
     def _drop(self, request: ActiveRequest) -> None:
         if not request.is_over:
@@ -279,7 +276,7 @@ class Engine(Watcher[ActiveRequest]):
 
     def stepped(self, microbatch: Microbatch[ActiveRequest], done: StepDone) -> None:
         lane = microbatch.lane
-        if self.controller is not None and any(lane.plan is plan for plan in self.stepper.plans):
+        if any(lane.plan is plan for plan in self.stepper.plans):
             busy_s = {name: seconds for name, seconds in done.busy_s.items() if name in self._timed}
             self.controller.stepped(lane, done.step, busy_s)
 
@@ -287,25 +284,19 @@ class Engine(Watcher[ActiveRequest]):
         self.finish(request, "error", message)
 
     def retried(self, request: ActiveRequest, lost: DeviceLost) -> None:
-        request.batch = None
         self.meters.retried += 1
-
-    def moved(self, request: ActiveRequest) -> None:
-        request.batch = None
 
     def lost(self, lost: DeviceLost) -> None:
         """Deliver the tokens of its steps before its requests restart."""
         self.deliver()
         self.meters.losses[lost.device] += 1
         self.meters.sample(self.stepper.use())
-        if self.controller is not None:
-            is_lasting = lost.failures >= MAX_FAILURES or lost.retry_s is None
-            self.controller.lost(lost.device, said_of(lost), is_lasting)
+        is_lasting = lost.failures >= MAX_FAILURES or lost.retry_s is None
+        self.controller.lost(lost.device, said_of(lost), is_lasting)
 
     def back(self, back: DeviceBack) -> None:
         self.meters.sample(self.stepper.use())
-        if self.controller is not None:
-            self.controller.back(back.device)
+        self.controller.back(back.device)
 
 
 def said_of(lost: DeviceLost) -> str:

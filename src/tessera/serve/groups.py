@@ -35,7 +35,8 @@ class RoutedGroup:
         return self.group.role
 
     @property
-    def home(self) -> int | None:
+    def home(self) -> int:
+        assert self.lane.home is not None, "every group of a service plan has a home"
         return self.lane.home
 
     def is_like(self, other: "RoutedGroup") -> bool:

@@ -80,10 +80,6 @@ class PagePool:
     def num_used(self) -> int:
         return self.num_pages - 1 - self.num_free
 
-    @property
-    def num_kept(self) -> int:
-        return len(self._by_key)
-
     def take(self) -> int:
         if self._blank:
             page = self._blank.pop()

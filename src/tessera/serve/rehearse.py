@@ -15,7 +15,6 @@ from itertools import chain, cycle
 from typing import NamedTuple
 
 from tessera.adapt.capability import Capability, capability_of
-from tessera.adapt.controller import Controller
 from tessera.adapt.monitor import Monitor
 from tessera.errors import PlanInfeasible
 from tessera.execute.scheduler import Microbatch
@@ -77,10 +76,9 @@ def play(
     lengths = lengths or lengths_of(load, len(arrivals.times_s), seed)
     shapes = [shape_for(plan) for plan in plans]
     smallest = min(shapes, key=lambda shape: shape.pool_tokens)
-    rehearsal = _Rehearsal(plans, replace(load, lengths=()), len(lengths), seed, smallest, faults, noise)
-    if len(plans) > 1:
-        monitor = Monitor(rated(plans, smallest))
-        rehearsal.controller = Controller(rehearsal, plans, monitor)
+    monitor = Monitor(rated(plans, smallest)) if len(plans) > 1 else None
+    load = replace(load, lengths=())
+    rehearsal = _Rehearsal(plans, load, len(lengths), seed, smallest, faults, noise, monitor)
     return rehearsal.play(list(zip(arrivals.times_s, lengths, strict=True)))
 
 
@@ -122,10 +120,14 @@ class _Rehearsal(Engine):
         shape: Shape,
         faults: Faults = NO_FAULTS,
         noise: float = 0.0,
+        monitor: Monitor | None = None,
     ) -> None:
         steps = plans_of(plans)
         self._virtual = VirtualStepper(steps, Truth(steps[0], noise, seed), faults, host_us=HOST_US)
-        super().__init__(self._virtual, plans, shape, 2 * clients + 1, prefix_caching=False, is_filled=False)
+        super().__init__(
+            self._virtual, plans, shape, 2 * clients + 1, prefix_caching=False, is_filled=False,
+            monitor=monitor,
+        )  # fmt: skip
         self._clients, self._counted = clients, max(COUNTED * clients, MIN_COUNTED)
         self._lengths = cycle(lengths_of(load, clients + self._counted, seed))
         self._random, self._reader = random.Random(seed), ByteText().reader()
@@ -158,12 +160,11 @@ class _Rehearsal(Engine):
             while self._virtual.now_s() < at_s:
                 self._begin()
                 self.scheduler.wait(at_s - self._virtual.now_s())
-            if self.controller is not None:
-                self.controller.arrived()
+            self.controller.arrived()
             self._ask(*lengths)
             most = max(most, num + 1 - self._num_ended)
         expected = replace(self._between(start, self._run_to(len(arrivals))), clients=most)
-        decisions = () if self.controller is None else tuple(self.controller.decisions)
+        decisions = tuple(self.controller.decisions)
         normalised_s = sum(self._normalised_s) / max(1, len(self._normalised_s))
         policy, restarts = self.scheduler.service_plan.policy, self.meters.retried
         return Played(
@@ -261,7 +262,7 @@ class _Rehearsal(Engine):
 
     def _count(self, request: ActiveRequest) -> None:
         self.scheduler.drop(request)
-        self._count_end()
+        self.controller.finished()
         self._num_ended += 1
         self._full = self._full or self._mark()
 

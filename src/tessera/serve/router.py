@@ -156,17 +156,14 @@ class Router(Scheduler[ActiveRequest]):
         group = self._opening
         assert group is not None, "a microbatch is opened for a group"
         self._by_number[number] = group
-        pool, lane = self.pool_of(group), group.lane
-        evict = partial(self._evict, number)
-        return SequenceBatch(number, group.shape, group.steps, self._batches, pool, evict, lane.can_give)
+        pool, evict = self.pool_of(group), partial(self._evict, number)
+        can_give = group.lane.can_give
+        return SequenceBatch(number, group.shape, group.steps, self._batches, pool, evict, can_give)
 
     def group_of(self, microbatch: RoutedMicrobatch) -> RoutedGroup:
         return self._by_number[microbatch.number]
 
-    def pool_of(self, group: RoutedGroup) -> PagePool | None:
-        """None where each microbatch has a pool of its own."""
-        if group.home is None:
-            return None
+    def pool_of(self, group: RoutedGroup) -> PagePool:
         if group.home not in self.pools:
             shape = group.shape
             self.pools[group.home] = PagePool(shape.pool_tokens // PAGE, self._is_caching, shape.windows)
@@ -243,8 +240,7 @@ class Router(Scheduler[ActiveRequest]):
         return unread * group.prompt_s + unanswered * group.answer_s
 
     def _num_cached(self, request: ActiveRequest, group: RoutedGroup) -> int:
-        pool = None if group.home is None else self.pools.get(group.home)
-        return 0 if pool is None else PAGE * len(request.cached(pool)[0])
+        return PAGE * len(request.cached(self.pool_of(group))[0])
 
     def _seat_next(self) -> bool:
         request = self.queue.peek()
@@ -328,7 +324,6 @@ class Router(Scheduler[ActiveRequest]):
         batch.leave(request)
         self.queue.give_back(request)
         self._may_seat = True
-        self._watcher.moved(request)
 
     def _begin_transit(
         self,
@@ -350,14 +345,13 @@ class Router(Scheduler[ActiveRequest]):
             return -1.0 if group.home == home else self._work_s(group)
 
         for group in sorted(groups, key=work_s):
-            place, pool = self._place(group), self.pool_of(group)
-            if place is None or pool is None:
+            place, pool = self._place(group), None
+            if place is None:
                 continue
             cached: Tables = []
             ends: list[int] = []
-            if group.home == home:
-                pool = None
-            else:
+            if group.home != home:
+                pool = self.pool_of(group)
                 cached, ends = request.cached(pool, read=read), group.shape.ends(num, read)
                 firsts = [max(len(cached[0]), first_seen(read, window)) for window in pool.windows]
                 # Pages behind a window are 0.
@@ -503,24 +497,23 @@ class Router(Scheduler[ActiveRequest]):
             batch_of(transit.destination).cancel(transit.num_expected)
 
     def _leave_old(self, microbatch: RoutedMicrobatch) -> bool:
-        batch, home = batch_of(microbatch), self.group_of(microbatch).home
-        lost = self.stepper.lanes.lost
+        batch, lost = batch_of(microbatch), self.stepper.lanes.lost
         usable = [group for group in self.groups if not group.lane.devices & lost]
         groups = [group for group in usable if group.role is not Role.PROMPTS] or usable
         for request in batch.requests() if groups else ():
             position = batch.position(request)
             if request in self._transits or (position and self._move(request, microbatch, groups)):
                 continue
-            is_reading = position is None or home is None or position[1] < len(request.sequence) - 1
+            is_reading = position is None or position[1] < len(request.sequence) - 1
             if position is None or (is_reading and batch.can_move):
                 self._restart(request, batch)
         return False
 
     def _move(self, request: ActiveRequest, source: RoutedMicrobatch, groups: Sequence[RoutedGroup]) -> bool:
         """Begins to move a sequence to one of these groups; to answer only if its tokens are read."""
-        batch, home = batch_of(source), self.group_of(source).home
+        batch = batch_of(source)
         position = batch.position(request)
-        if position is None or home is None:
+        if position is None:
             return False
         roles = (Role.MIXED,) if position[1] < len(request.sequence) - 1 else tuple(Role)
         transit = self._begin_transit(request, source, [g for g in groups if g.role in roles], position[1])
@@ -535,7 +528,7 @@ class Router(Scheduler[ActiveRequest]):
         source = self.microbatches[number]
         group, batch = self.group_of(source), batch_of(source)
         position = batch.position(request)
-        if request in self._transits or position is None or group.home is None:
+        if request in self._transits or position is None:
             return False
         groups = [g for g in self._usable() if g.home != group.home and g.role is not Role.PROMPTS]
         move_s = len(listed(position[0])) * self._page_s(group.home)

@@ -68,13 +68,15 @@ class BatchConfig:
 
 
 class SequenceBatch:
+    is_kept = True
+
     def __init__(
         self,
         number: int,
         shape: Shape,
         steps: Steps,
         config: BatchConfig,
-        pool: PagePool | None = None,
+        pool: PagePool,
         evict: Callable[[ActiveRequest], bool] = lambda request: False,
         can_give: bool = False,
     ) -> None:
@@ -86,9 +88,7 @@ class SequenceBatch:
         self._can_repeat = shape.is_flat and not shape.has_rows
         self._step_s = 0.0
         self._evicted: set[SeatedSequence] = set()
-        self._is_caching = config.is_caching and shape.is_paged
-        self._is_shared = pool is not None
-        self.pool = pool or PagePool(shape.pool_tokens // PAGE, self._is_caching, shape.windows)
+        self.pool, self._is_caching = pool, pool.is_caching
         self._inputs = StepInputs(shape, config.picture_inputs) if config.is_filled else None
         self._num_edits, self._max_edits = 0, max_edits(shape.rows, shape.vocab_size)
         self._part_sizes = shape.part_sizes
@@ -137,10 +137,6 @@ class SequenceBatch:
     def can_move(self) -> bool:
         """True if reading again pays: token by token it is as slow as answering."""
         return bool(self._part_sizes)
-
-    @property
-    def is_kept(self) -> bool:
-        return self._is_shared or self.pool.num_kept > 0
 
     def requests(self) -> list[ActiveRequest]:
         return list(self.by_request)
@@ -350,8 +346,8 @@ class SequenceBatch:
             self.pool.filled(pages)
 
     def _give_back(self, pages: Sequence[int]) -> None:
-        """Shared pages are free when no running step of this microbatch reads or writes them."""
-        if self._is_shared and self._started:
+        """Pages are free when no running step of this microbatch reads or writes them."""
+        if self._started:
             self._started[-1].released.extend(pages)
         else:
             self.pool.give_back(pages)
@@ -497,7 +493,7 @@ class SequenceBatch:
                 return False
             elif self._can_evict(self._begun[-1]) and self._evict(self._begun[-1].request):
                 self._evicted = {s for s in self._begun if s.stop == s.read}
-            elif self._started and self._is_shared:  # nothing is free before the running step has ended
+            elif self._started:  # nothing is free before the running step has ended
                 return False
             else:
                 self._preempt(self._begun[-1])

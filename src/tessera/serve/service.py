@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 from tessera.adapt.capability import Capability
-from tessera.adapt.controller import Controller, Planner
+from tessera.adapt.controller import Planner
 from tessera.adapt.monitor import Monitor, MonitorConfig
 from tessera.errors import AskError, check_known
 from tessera.execute.stepper import DeviceStatus, Stepper
@@ -72,14 +72,15 @@ class Service:
         )
         names = tuple(policy.policy for policy in policies)
         check_known("policy", policy, (AUTO, *names))
-        self._engine = Engine(stepper, policies, shape, max_waiting, meters, picture_inputs, prefix_caching)
         monitor = None
+        if policy == AUTO and (len(names) > 1 or planner is not None):
+            monitor = _monitor(tuple(capabilities) or rated(policies, shape))
+        self._engine = Engine(
+            stepper, policies, shape, max_waiting, meters, picture_inputs, prefix_caching,
+            monitor=monitor, planner=planner, log=log,
+        )  # fmt: skip
         if policy != AUTO:
             self.switch(policy)
-        elif len(names) > 1 or planner is not None:
-            monitor = _monitor(tuple(capabilities) or rated(policies, shape))
-        self._controller = Controller(self._engine, policies, monitor, planner, log)
-        self._engine.controller = self._controller
         self._thread = threading.Thread(target=self._engine.run, name="tessera-engine", daemon=True)
 
     @property
@@ -142,7 +143,8 @@ class Service:
                 raise AskError("a token id is not in the vocabulary", remedy, place)
 
     def snapshot(self) -> Snapshot:
-        router, meters = self._engine.scheduler, self._engine.meters
+        engine = self._engine
+        router, meters, controller = engine.scheduler, engine.meters, engine.controller
         microbatches, plan = list(router.microbatches.values()), router.service_plan
         pools = router.every_pool()
         bytes_per_s = {(x.src, x.dst): x.gbps * 1e9 for x in self._stepper.plans[0].cluster.links}
@@ -156,17 +158,17 @@ class Service:
             waiting=len(router.queue),
             groups=router.views(),
             expected=plan.expected,
-            load=self._controller.history.view(self._engine.now_s(), plan.load),
+            load=controller.history.view(engine.now_s(), plan.load),
             host_ms=None if meters.host_s is None else 1e3 * meters.host_s,
             pages_used=sum(pool.num_used for pool in pools),
             pages=sum(pool.num_pages - 1 for pool in pools),
             tokens_per_s=meters.tokens_per_s,
             latency=meters.latency,
-            up_s=self._engine.now_s(),
+            up_s=engine.now_s(),
             finished=dict(meters.finished),
             experts=dict(meters.experts),
-            decisions=tuple(self._controller.decisions),
-            decided={kind.value: num for kind, num in self._controller.counts.items()},
+            decisions=tuple(controller.decisions),
+            decided={kind.value: num for kind, num in controller.counts.items()},
             **{count.name: getattr(meters, count.name) for count in fields(Counts)},
         )
 

@@ -10,6 +10,7 @@ from serving_factory import GREEDY, SHAPE, toy_plan
 from tessera.execute.stepper import StepCall, StepDone
 from tessera.kernels import PAGE
 from tessera.serve.answer import ActiveRequest
+from tessera.serve.pages import PagePool
 from tessera.serve.records import Ask, Counts, Shape
 from tessera.serve.sequences import MAX_READ_AGAIN, BatchConfig, SequenceBatch
 from tessera.serve.step_inputs import OutputRows, Steps
@@ -27,7 +28,8 @@ def batch_of(shape: Shape = WIDE, is_caching: bool = True) -> SequenceBatch:
         return ()
 
     steps = Steps.of(toy_plan("only", [0] * len(shape.sizes), shape))
-    return SequenceBatch(0, shape, steps, BatchConfig(settle, Counts(), is_caching=is_caching))
+    pool = PagePool(shape.pool_tokens // PAGE, is_caching, shape.windows)
+    return SequenceBatch(0, shape, steps, BatchConfig(settle, Counts()), pool)
 
 
 def request_of(*prompt: int, max_tokens: int = 99) -> ActiveRequest:
@@ -118,17 +120,15 @@ def test_what_has_ended_is_found_again() -> None:
     batch.leave(request)
     added(batch, range(32))
 
-    assert (0, True) == (batch.pool.num_used, batch.is_kept)
+    assert 0 == batch.pool.num_used
     assert [(16, [16])] == stepped(batch)
 
 
 def test_switched_off_everything_is_read_anew() -> None:
-    """And nothing is worth keeping."""
     batch = batch_of(is_caching=False)
     added(batch, range(48), range(48))
 
     assert [(64, [48, 16]), (16, [1, 15]), (16, [1, 15]), (4, [1, 1, 1])] == stepped(batch, 4)
-    assert not batch.is_kept
 
 
 def test_the_last_tokens_of_a_prompt_have_rows_of_their_own_in_a_small_step() -> None:
