@@ -13,7 +13,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from tessera.kernels import PAGE
 from tessera.serve.meters import Times
@@ -21,9 +21,6 @@ from tessera.serve.pages import PagePool, Tables, page_key
 from tessera.serve.records import AnswerPiece, Ask, Event, Finish, Snapshot, Token
 from tessera.serve.sampling import Pick
 from tessera.serve.text import Reader, StopWatch
-
-if TYPE_CHECKING:
-    from tessera.serve.sequences import SequenceBatch
 
 # Readers' maximum share of the time, since the engine needs the interpreter too; their longest pause.
 SHARE, LONGEST_S = 0.5, 0.05
@@ -177,6 +174,12 @@ class AnswerService(Protocol):
         """Empty: it has not failed."""
 
 
+class Holder(Protocol):
+    """The microbatch that a request is in."""
+
+    def leave(self, request: "ActiveRequest") -> None: ...
+
+
 class ActiveRequest:
     """Only the engine's thread changes it, except for `is_cancelled`."""
 
@@ -194,8 +197,7 @@ class ActiveRequest:
         self.prompt_notes: list[Token] = []
         # The prompt is read token by token while its logprobs are missing.
         self.wants_prompt = ask.prompt_logprobs is not None and len(ask.prompt) > 1
-        # The microbatch that it is in.
-        self.batch: SequenceBatch | None = None
+        self.batch: Holder | None = None
         self.is_cancelled = self.is_over = False
         self.arrived_s = time.monotonic()
         self.seated_s: float | None = None
