@@ -26,8 +26,8 @@ class FakeSystem:
     def load(self, plans: tuple[Plan, ...]) -> None:
         self.loaded.append(plans)
 
-    def switch_s(self) -> None:
-        """Requests are read again."""
+    def switch_s(self) -> float:
+        return 0.1
 
     def submit(self, job: Callable[[], Replanned[Plan]]) -> Future[Replanned[Plan]]:
         self._jobs.append((Future(), job))

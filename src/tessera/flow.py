@@ -112,10 +112,6 @@ def choose_launches(steps: Sequence[ir.Step], launches: str) -> tuple[bool, str]
     return False, "Launches are eager ones; --launches compiled makes compiled ones, and keeps them."
 
 
-def _recorded(step: ir.Step) -> ir.Trace:
-    return record_step(step, "fake")
-
-
 @dataclass(eq=False)
 class LoadSteps:
     """Steps of a load, recorded at the batches of `anchors` and interpolated at others."""
@@ -125,13 +121,14 @@ class LoadSteps:
     anchors: Sequence[int] = ANCHORS
     advance: Callable[[str], None] = lambda text: None
     is_compiled: bool = False
-    record: Callable[[ir.Step], ir.Trace] = _recorded
+    # None: without a GPU.
+    record: Callable[[ir.Step], ir.Trace] | None = None
 
     def __post_init__(self) -> None:
         # [number of the step, batch]
-        self._graphs: dict[tuple[int, int], ir.Graph] = {}
+        self._recordings: dict[tuple[int, int], ir.Graph] = {}
+        self._interpolated: dict[tuple[int, int], ir.Graph] = {}
         self.families = [self._family(n) for n in range(len(self.steps))]
-        self._seen = set(self._graphs)
         make_unit([graph.trace for graph in self.at(self.anchors[0]).graphs], self.counts)  # checks
 
     def _family(self, number: int) -> StepFamily:
@@ -145,39 +142,36 @@ class LoadSteps:
         return family
 
     def _recorded(self, number: int, batch: int) -> ir.Graph:
-        if (number, batch) not in self._graphs:
+        if (number, batch) not in self._recordings:
             self.advance(f"{'compiling' if self.is_compiled else 'recording'} batch {batch}")
-            self._graphs[number, batch] = build_graph(self._trace(self.steps[number], batch))
-        return self._graphs[number, batch]
+            self._recordings[number, batch] = build_graph(self._trace(self.steps[number], batch))
+        return self._recordings[number, batch]
 
     def _trace(self, step: ir.Step, batch: int) -> ir.Trace:
         sized = replace(step, batch=batch)
         if self.is_compiled:
             return outlines.find_or_make(sized, record_compiled)
-        if self.record is _recorded and batch != self.anchors[0]:  # compared with the first
-            return record_step(sized, "fake", is_compared=True)
-        return self.record(sized)
+        if self.record is not None:
+            return self.record(sized)
+        return record_step(sized, "fake", is_compared=batch != self.anchors[0])  # with the first
 
     def at(self, batch: int) -> ir.WorkUnit:
-        for n in range(len(self.steps)):
-            if (n, batch) not in self._graphs:
-                self._graphs[n, batch] = self.families[n].at(replace(self.steps[n], batch=batch))
-        return ir.WorkUnit(tuple(self._graphs[n, batch] for n in range(len(self.steps))), tuple(self.counts))
+        return ir.WorkUnit(tuple(self._graph(n, batch) for n in range(len(self.steps))), tuple(self.counts))
+
+    def _graph(self, number: int, batch: int) -> ir.Graph:
+        key = number, batch
+        if key in self._recordings:
+            return self._recordings[key]
+        if key not in self._interpolated:
+            self._interpolated[key] = self.families[number].at(replace(self.steps[number], batch=batch))
+        return self._interpolated[key]
 
     def matches_recording(self, unit: ir.WorkUnit) -> bool:
         """A recording that differs is used from now on. Compiled launches are not compared."""
         if self.is_compiled:
             return True
-        is_equal = True
-        for n, graph in enumerate(unit.graphs):
-            batch = graph.trace.step.batch
-            if (n, batch) in self._seen:
-                continue
-            self._seen.add((n, batch))
-            recorded = build_graph(self._trace(self.steps[n], batch))
-            if recorded != graph:
-                self._graphs[n, batch], is_equal = recorded, False
-        return is_equal
+        recorded = (self._recorded(n, graph.trace.step.batch) for n, graph in enumerate(unit.graphs))
+        return unit.graphs == tuple(recorded)
 
 
 def at_anchors(steps: Sequence[ir.Step]) -> list[ir.Step]:

@@ -29,7 +29,7 @@ from tessera.execute.memory import footprints, ready_programs
 from tessera.ir.graph import StepFamily, widened
 from tessera.kernels import PAGE, is_paged
 from tessera.plan import FULL, QUICK, DeviceMemory, SearchConfig, fluid
-from tessera.plan.arrays import Floats, temporaries_of
+from tessera.plan.arrays import Floats, Temporaries
 from tessera.plan.constraints import attention_launches, compiled_launches
 from tessera.plan.lanes import lane_plan, place, steps_alone
 from tessera.plan.problem import cluster_of, costs_on
@@ -144,7 +144,7 @@ class ServedSteps:
     def _live(self) -> Floats:
         numbers = [np.arange(len(graph.trace.launches)) for graph in self.family.recordings]
         each = zip(self.family.recordings, numbers, strict=True)
-        return np.concatenate([temporaries_of(g, n).live_bytes(np.zeros_like(n), 1) for g, n in each])
+        return np.concatenate([Temporaries(g, n).live_bytes(np.zeros_like(n), 1) for g, n in each])
 
     @cached_property
     def model_bytes(self) -> fluid.ModelBytes:
@@ -176,12 +176,9 @@ class ServedSteps:
                 rows = np.array([[cost.us for cost in row] for row in costs.costs]) * counts[:, None]
                 times.update(zip(missing, rows.T, strict=True))
             us = np.stack([times[kind] for kind in kinds], axis=1)
-            first, *others = self.anchors
-            parts = [
-                (getattr(step, name) - getattr(first, name)) / (getattr(other, name) - getattr(first, name))
-                for name, other in zip(self.family.fields, others, strict=True)
-            ]
-            live = self._live[0] + np.array(parts) @ (self._live[1:] - self._live[0])
+            first, others = np.array(ANCHORS[0]), np.array(ANCHORS[1:])
+            parts = (np.array([tokens, sequences, first[2], length]) - first) / (others - first).diagonal()
+            live = self._live[0] + parts @ (self._live[1:] - self._live[0])
             by_row = sequences * self._state_per(2)
             self._prices[key] = fluid.StepPrice(us, int(live.max() + by_row))
         return self._prices[key]

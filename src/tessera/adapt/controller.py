@@ -50,8 +50,8 @@ class System(Protocol[P]):
     def switch(self, policy: str) -> None:
         """For microbatches opened from now on; thread-safe."""
 
-    def switch_s(self) -> float | None:
-        """Seconds that requests wait for a switch; None: they are read again. Thread-safe."""
+    def switch_s(self) -> float:
+        """Seconds that requests wait for a switch. Thread-safe."""
 
     def load(self, plans: tuple[P, ...]) -> None:
         """Replaces the plans."""
@@ -164,7 +164,7 @@ class Controller(Generic[P]):
         self._submit(load, f"planned for {lengths}")
 
     def _choose(self, monitor: Monitor) -> None:
-        switch_s = self._system.switch_s() if len(monitor.capabilities) > 1 else None
+        switch_s = self._system.switch_s() if len(monitor.capabilities) > 1 else 0.0
         why = monitor.switch(self._system.now_s(), self._num_requests, switch_s)
         if why is not None:
             self._note(DecisionKind.SWITCH, why)

@@ -106,8 +106,6 @@ class MonitorConfig:
     dwell_windows: float = 4.0
     # Smallest gain that modelled figures can resolve.
     least_gain: float = 1.03
-    # Share of present requests that wait once for all others.
-    switch_cost: float = 0.5
     cost_windows: int = 1
     min_drift: float = 0.05
     cost_error: float = 0.1
@@ -132,8 +130,9 @@ class Monitor:
         self.crossing_per_s = crossing_per_s(self.capabilities)
         reference = self.crossing_per_s or max(p.capacity_per_s for p in self.capabilities)
         self.window_s = self._config.window_s or self._config.window_requests / reference
-        # Load assumed before the start: the one that favours neither policy.
-        self._meter.set(self.window_s, self.crossing_per_s or 0.0)
+        self._meter.window_s = self.window_s
+        # The load that favours neither policy.
+        self._meter.before_per_s = self.crossing_per_s or 0.0
 
     def begin(self, now_s: float) -> None:
         if self._start_s is None:
@@ -152,10 +151,10 @@ class Monitor:
         error = math.sqrt(self._meter.dispersion * num_came)
         return num_came / windows / self.window_s, error / windows / self.window_s
 
-    def switch(self, now_s: float, num_requests: int, switch_s: float | None = None) -> str | None:
+    def switch(self, now_s: float, num_requests: int, switch_s: float) -> str | None:
         """Changes `current` if that pays, and returns the reason.
 
-        `switch_s`: seconds that requests wait for a switch; None: they are read again.
+        `switch_s`: seconds that requests wait for a switch.
         """
         self.begin(now_s)
         load, error = self.load(now_s)
@@ -179,13 +178,8 @@ class Monitor:
             chosen = min(self.capabilities, key=lambda policy: expected(policy, 0.0))
             if chosen is now or (is_over and chosen.capacity_per_s <= now.capacity_per_s):
                 continue
-            # Requests present that the switch adds. By Little's law each one stays for requests present
-            # over arrivals per second.
-            price, usual = 0.0, chosen.usual(load)
-            if not is_over and switch_s is None:
-                price = self._config.switch_cost * usual * usual / max(load * seconds, usual)
-            elif not is_over and switch_s is not None:
-                price = num_requests * switch_s / seconds
+            # Requests present that the switch adds.
+            price = 0.0 if is_over else num_requests * switch_s / seconds
             ends = (-self._config.errors, self._config.errors)
             if all(self._config.least_gain * expected(chosen, e) + price < expected(now, e) for e in ends):
                 self._use(chosen.name, now_s)
@@ -193,8 +187,8 @@ class Monitor:
                     f"{expected(p, 0.0):.3g} with {p.name} ({p.capacity_per_s:.3g}/s)" for p in (chosen, now)
                 )
                 seen = f"{self._meter.seen(now_s)}, {num_requests} are here"
-                cost = "" if switch_s is None else f"; the switch takes about {1e3 * switch_s:.3g} ms"
-                return f"{seen}; in the next {seconds:.3g} s there would be {', '.join(figures)}{cost}"
+                cost = f"the switch takes about {1e3 * switch_s:.3g} ms"
+                return f"{seen}; in the next {seconds:.3g} s there would be {', '.join(figures)}; {cost}"
         return None
 
     def _use(self, policy: str, now_s: float) -> None:
@@ -242,9 +236,6 @@ class Meter:
         self._times: list[float] = []
         self._start_s: float | None = None
         self._now_s = 0.0
-
-    def set(self, window_s: float, before_per_s: float) -> None:
-        self.window_s, self.before_per_s = window_s, before_per_s
 
     def start(self, now_s: float) -> None:
         if self._start_s is None:

@@ -6,7 +6,7 @@ the whole model.
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -36,27 +36,18 @@ def rater_of(demand: ModelLoad, cards: Cluster, advance: Advance) -> "Rater":
     """`cards` have all kinds of devices that are asked for later."""
     if demand.load.output_tokens and is_served(demand.model):
         with suppress(CaptureError):  # one token of each sequence a step
-            return ServiceRater.of(demand, cards, advance)
-    return StepRater.of(demand, advance)
+            return ServiceRater(demand, cards, advance)
+    return StepRater(demand, advance)
 
 
-@dataclass(frozen=True, eq=False)
 class ServiceRater:
-    demand: ModelLoad
-    steps: ServedSteps
-    note: str
-
-    @staticmethod
-    def of(demand: ModelLoad, cards: Cluster, advance: Advance) -> "ServiceRater":
-        steps = ServedSteps(demand.model, cards, demand.random_weights, advance=advance)
-        steps.frequencies = demand.frequencies
-        steps.is_compiled, note = choose_launches(steps.anchors, demand.launches)
-        _ = steps.family
-        return ServiceRater(demand, steps, note)
-
-    @property
-    def is_compiled(self) -> bool:
-        return self.steps.is_compiled
+    def __init__(self, demand: ModelLoad, cards: Cluster, advance: Advance) -> None:
+        self.demand = demand
+        self.steps = ServedSteps(demand.model, cards, demand.random_weights, advance=advance)
+        self.steps.frequencies = demand.frequencies
+        self.is_compiled, self.note = choose_launches(self.steps.anchors, demand.launches)
+        self.steps.is_compiled = self.is_compiled
+        _ = self.steps.family
 
     @property
     def trace(self) -> Trace:
@@ -101,27 +92,16 @@ class ServiceRater:
         return self.steps.on(cluster).fluid_model(demand.load, demand.search, demand.memory_share)
 
 
-@dataclass(frozen=True, eq=False)
 class StepRater:
-    demand: ModelLoad
-    load: Load
-    recorded: LoadSteps
-    note: str
-    advance: Advance
-
-    @staticmethod
-    def of(demand: ModelLoad, advance: Advance) -> "StepRater":
-        load, steps = demand.load, _steps_of(demand)
+    def __init__(self, demand: ModelLoad, advance: Advance) -> None:
+        self.demand, self.advance = demand, advance
+        steps = _steps_of(demand)
         is_image = steps[-1].kind != "decode"
-        tokens = 1 if is_image else load.output_tokens
+        tokens = 1 if is_image else demand.load.output_tokens
         counts = [1] * (len(steps) - 1) + [demand.image_steps if is_image else max(1, tokens)]
-        is_compiled, note = choose_launches(at_anchors(steps), demand.launches)
-        recorded = LoadSteps(steps, counts, ANCHORS, advance, is_compiled)
-        return StepRater(demand, replace(load, output_tokens=tokens), recorded, note, advance)
-
-    @property
-    def is_compiled(self) -> bool:
-        return self.recorded.is_compiled
+        self.is_compiled, self.note = choose_launches(at_anchors(steps), demand.launches)
+        self.recorded = LoadSteps(steps, counts, ANCHORS, advance, self.is_compiled)
+        self.load = replace(demand.load, output_tokens=tokens)
 
     @property
     def trace(self) -> Trace:

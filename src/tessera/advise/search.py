@@ -83,10 +83,6 @@ class RatedCards:
     def limit(self) -> Limit:
         return self.rater.limit(_cluster([offer.gpu for offer in self.offers]))
 
-    def best_alone(self, name: str) -> Option | None:
-        cluster = self.market.cluster(Basket((name,), self.market.provider, 0.0))
-        return max(self.rater.drafts(cluster), key=lambda o: o.tokens_per_s, default=None)
-
     def candidate(self, basket: Basket, option: Option, cost_error: float | None = None) -> Candidate:
         usd, per_s = basket.usd_per_hour or None, option.tokens_per_s / self.load.tokens
         return Candidate(
@@ -177,7 +173,8 @@ def _next_cards(cards: RatedCards, current_per_s: float) -> tuple[Candidate, ...
     candidates = []
     offers = [offer for offer in cards.offers if offer.maker == gpu(cards.have[0]).vendor]
     for basket in baskets(offers, 1, cards.market.provider):
-        option = cards.best_alone(basket.gpus[0])
+        drafts = cards.rater.drafts(cards.market.cluster(basket))
+        option = max(drafts, key=lambda o: o.tokens_per_s, default=None)
         if option is not None:
             card = cards.candidate(basket, option)
             candidates.append(replace(card, is_enough=current_per_s + card.requests_per_s >= needed))

@@ -28,16 +28,18 @@ Flow = tuple[int, int, int, list[int]]
 TRANSIENT = (ir.BufferKind.TEMPORARY, ir.BufferKind.INPUT, ir.BufferKind.OUTPUT)
 
 
-@dataclass(frozen=True, eq=False)
 class Values:
     """Hyperedges in columns; pins are reading nodes, unique, without the producer."""
 
-    producer: Ints
-    num_bytes: Floats
-    runs: Floats
-    # Node pin_node[i] reads value pin_value[i]; sorted by value.
-    pin_value: Ints
-    pin_node: Ints
+    def __init__(self, unit: ir.WorkUnit, node_of: tuple[Ints, ...]) -> None:
+        flows = [flow for flow in (*_flows(unit, node_of), *_migrations(unit, node_of)) if flow[-1]]
+        table = np.array([flow[:-1] for flow in flows], dtype=np.int64).reshape(-1, 3)
+        self.producer: Ints = table[:, 0].copy()
+        self.num_bytes, self.runs = table[:, 1].astype(np.float64), table[:, 2].astype(np.float64)
+        # Node pin_node[i] reads value pin_value[i]; sorted by value.
+        self.pin_value, self.pin_node = _pairs(
+            (value, node) for value, (*_, readers) in enumerate(flows) for node in readers
+        )
 
     def __len__(self) -> int:
         return len(self.producer)
@@ -104,13 +106,6 @@ def link_rows(cluster: ir.Cluster) -> Ints:
             row = place[link.src] * num + place[link.dst]
             rows[row] = first.setdefault(link.group, row)
     return rows
-
-
-def values_of(unit: ir.WorkUnit, node_of: tuple[Ints, ...]) -> Values:
-    flows = [flow for flow in (*_flows(unit, node_of), *_migrations(unit, node_of)) if flow[-1]]
-    table = np.array([flow[:-1] for flow in flows], dtype=np.int64).reshape(-1, 3)
-    pins = _pairs((value, node) for value, (*_, readers) in enumerate(flows) for node in readers)
-    return Values(table[:, 0].copy(), table[:, 1].astype(np.float64), table[:, 2].astype(np.float64), *pins)
 
 
 def _pairs(pairs: Iterable[tuple[int, int]]) -> tuple[Ints, Ints]:
@@ -180,55 +175,43 @@ def holdings_of(unit: ir.WorkUnit, node_of: tuple[Ints, ...], kind: ir.BufferKin
     return Holdings(np.array(sizes, dtype=np.float64), *_pairs(pins), tuple(names))
 
 
-@dataclass(frozen=True, eq=False)
 class Temporaries:
-    node_of: Ints
-    num_bytes: Floats
-    from_start: Bools
-    to_end: Bools
-    # Sorted by launch.
-    touch_buffer: Ints
-    touch_launch: Ints
+    def __init__(self, graph: ir.Graph, node_of: Ints) -> None:
+        buffers = graph.trace.buffers
+        self._node_of = node_of
+        self._num_bytes = np.array([b.size_bytes for b in buffers], dtype=np.float64)
+        self._from_start = np.array([b.kind is ir.BufferKind.INPUT for b in buffers], dtype=np.bool_)
+        self._to_end = np.array([b.kind is ir.BufferKind.OUTPUT for b in buffers], dtype=np.bool_)
+        counted = [b.kind in TRANSIENT for b in buffers]
+        # Sorted by launch.
+        self._touch_buffer, self._touch_launch = _pairs(
+            (access.buffer, launch)
+            for launch, x in enumerate(graph.trace.launches)
+            for access in x.accesses
+            if counted[access.buffer]
+        )
 
     def peak_bytes(self, labels: Labels, num_devices: int) -> Floats:
         return np.asarray(self.live_bytes(labels, num_devices).max(axis=1, initial=0.0))
 
     def live_bytes(self, labels: Labels, num_devices: int) -> Floats:
         """[device, launch]."""
-        num_launches = len(self.node_of)
-        key = self.touch_buffer * num_devices + labels[self.node_of[self.touch_launch]]
-        first = np.full(len(self.num_bytes) * num_devices, -1, dtype=np.int64)
+        num_launches = len(self._node_of)
+        key = self._touch_buffer * num_devices + labels[self._node_of[self._touch_launch]]
+        first = np.full(len(self._num_bytes) * num_devices, -1, dtype=np.int64)
         last = first.copy()
         # NumPy keeps the last of repeated assignments.
-        last[key] = self.touch_launch
-        first[key[::-1]] = self.touch_launch[::-1]
+        last[key] = self._touch_launch
+        first[key[::-1]] = self._touch_launch[::-1]
         held = np.flatnonzero(last >= 0)
         buffer, device = held // num_devices, held % num_devices
-        begin = np.where(self.from_start[buffer], 0, first[held])
-        end = np.where(self.to_end[buffer], num_launches, last[held] + 1)
+        begin = np.where(self._from_start[buffer], 0, first[held])
+        end = np.where(self._to_end[buffer], num_launches, last[held] + 1)
         width = num_launches + 1
-        size = self.num_bytes[buffer]
+        size = self._num_bytes[buffer]
         change = np.bincount(device * width + begin, weights=size, minlength=width * num_devices)
         change -= np.bincount(device * width + end, weights=size, minlength=width * num_devices)
         return np.asarray(change.reshape(num_devices, width).cumsum(axis=1)[:, :-1])
-
-
-def temporaries_of(graph: ir.Graph, node_of: Ints) -> Temporaries:
-    buffers = graph.trace.buffers
-    counted = [b.kind in TRANSIENT for b in buffers]
-    touches = _pairs(
-        (access.buffer, launch)
-        for launch, x in enumerate(graph.trace.launches)
-        for access in x.accesses
-        if counted[access.buffer]
-    )
-    return Temporaries(
-        node_of,
-        np.array([b.size_bytes for b in buffers], dtype=np.float64),
-        np.array([b.kind is ir.BufferKind.INPUT for b in buffers], dtype=np.bool_),
-        np.array([b.kind is ir.BufferKind.OUTPUT for b in buffers], dtype=np.bool_),
-        *touches,
-    )
 
 
 def check(unit: ir.WorkUnit, costs: tuple[ir.Costs, ...], cluster: ir.Cluster) -> None:

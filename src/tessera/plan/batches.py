@@ -133,13 +133,8 @@ class BatchSearch:
     def _copied(self, option: Option, cells: Cells) -> Option:
         names = self.cluster.names
         first = [option.batch.get(names[device]) for device in cells[0]]
-        return replace(
-            option,
-            tokens_per_s=len(cells) * option.tokens_per_s,
-            microbatches=len(cells) * option.microbatches,
-            usd_per_hour=option.usd_per_hour and len(cells) * option.usd_per_hour,
-            batch={names[d]: num for cell in cells for d, num in zip(cell, first, strict=True) if num},
-        )
+        batches = [{names[d]: num for d, num in zip(cell, first, strict=True) if num} for cell in cells]
+        return replace(together([replace(option, batch=batch) for batch in batches]), policy=option.policy)
 
     def _plan_merit(self, depth: int, tried_depth: int, batch: int) -> Merit:
         """Microbatches up to `tried_depth` are tried already."""
@@ -154,7 +149,7 @@ class BatchSearch:
                 return NOTHING
             self._plans[batch, depth] = plan
             if plan.microbatches == depth:
-                self._coarse[batch, depth] = self._options(plan.unit, plan.costs, plan.baselines)
+                self._coarse[batch, depth] = self._options((plan.unit, plan.costs), plan.baselines)
         outcome = self._plans[batch, depth]
         return self._merit(self.option(outcome)) if isinstance(outcome, ir.Plan) else NOTHING
 
@@ -190,10 +185,9 @@ class BatchSearch:
 
     def _coarse_at(self, depth: int, batch: int) -> dict[str, Option]:
         if (batch, depth) not in self._coarse:
-            unit, costs = self.unit_at(batch)
-            config = replace(self.config, search=QUICK, microbatches=depth)
-            task = task_of(unit, costs, self.cluster, config, self.simulate())
-            self._coarse[batch, depth] = self._options(unit, costs, task.baselines)
+            priced, config = self.unit_at(batch), replace(self.config, search=QUICK, microbatches=depth)
+            task = task_of(*priced, self.cluster, config, self.simulate())
+            self._coarse[batch, depth] = self._options(priced, task.baselines)
         return self._coarse[batch, depth]
 
     def copies(self, batches: Sequence[int]) -> list[Option]:
@@ -210,62 +204,53 @@ class BatchSearch:
 
     def _copy_merit(self, device: int, batch: int) -> Merit:
         if batch not in self._copies:
-            unit, costs = self.unit_at(batch)
-            problem = build(unit, costs, self.cluster, memory_share=self.config.memory_share)
+            priced = self.unit_at(batch)
+            problem = build(*priced, self.cluster, memory_share=self.config.memory_share)
             self._copies[batch] = [
-                self._alone(unit, costs, each) if problem.fits((problem.alone(each),), 1) else None
+                self._alone(priced, each) if problem.fits((problem.alone(each),), 1) else None
                 for each in range(len(self.cluster.devices))
             ]
         return self._merit(self._copies[batch][device])
 
     def option(self, plan: ir.Plan) -> Option:
-        figures = plan.simulated_per_s, plan.microbatches, plan.usd_per_hour, plan.joules_per_unit
-        return self._option(plan.policy, plan.unit, plan.costs, plan.used, *figures)
+        rated = ir.Baseline(
+            plan.policy, plan.simulated_per_s, plan.latency_us, plan.usd_per_1k_units,
+            plan.joules_per_unit, plan.microbatches,
+        )  # fmt: skip
+        return self._option((plan.unit, plan.costs), plan.used, rated)
 
-    def _options(
-        self, unit: ir.WorkUnit, costs: Sequence[ir.Costs], rated: Sequence[ir.Baseline]
-    ) -> dict[str, Option]:
-        options = {}
+    def _options(self, priced: PricedUnit, baselines: Sequence[ir.Baseline]) -> dict[str, Option]:
         every = range(len(self.cluster.devices))
-        for baseline in rated:
-            rate, usd = baseline.throughput_per_s, baseline.usd_per_1k_units
-            if rate and baseline.microbatches and baseline.name not in REPLICAS:
-                figures = rate, baseline.microbatches, usd and usd * rate * 3.6, baseline.joules_per_unit
-                options[baseline.name] = self._option(baseline.name, unit, costs, every, *figures)
-        return options
+        rated = (x for x in baselines if x.throughput_per_s and x.name not in REPLICAS)
+        return {baseline.name: self._option(priced, every, baseline) for baseline in rated}
 
-    def _alone(self, unit: ir.WorkUnit, costs: Sequence[ir.Costs], device: int) -> Option:
-        card = self.cluster.devices[device]
+    def _alone(self, priced: PricedUnit, device: int) -> Option:
+        (unit, costs), card = priced, self.cluster.devices[device]
         us = sum(c.total_us(device) * count for c, count in zip(costs, unit.counts, strict=True))
-        joules = card.tdp_w and card.tdp_w * 1e-6 * us
-        return self._option("single", unit, costs, (device,), 1e6 / us, 1, card.usd_per_hour, joules)
+        usd, joules = (
+            card.usd_per_hour and card.usd_per_hour * us / 3.6e6,
+            card.tdp_w and card.tdp_w * 1e-6 * us,
+        )
+        return self._option(priced, (device,), ir.Baseline("single", 1e6 / us, us, usd, joules, 1))
 
-    def _option(
-        self,
-        policy: str,
-        unit: ir.WorkUnit,
-        costs: Sequence[ir.Costs],
-        devices: Sequence[int],
-        rate_per_s: float,
-        microbatches: int,
-        usd_per_hour: float | None,
-        joules_per_unit: float | None,
-    ) -> Option:
-        tokens = unit.batch * max(1, self.load.output_tokens)
+    def _option(self, priced: PricedUnit, devices: Sequence[int], rated: ir.Baseline) -> Option:
+        rate_per_s, usd, joules = rated.throughput_per_s, rated.usd_per_1k_units, rated.joules_per_unit
+        assert rate_per_s is not None
+        assert rated.microbatches is not None
+        tokens = priced[0].batch * max(1, self.load.output_tokens)
         return Option(
-            policy,
+            rated.name,
             rate_per_s * tokens,
-            *self._times_ms(unit, costs, devices, 1e3 * microbatches / rate_per_s),
-            {self.cluster.names[device]: unit.batch for device in devices},
-            microbatches,
-            usd_per_hour,
-            joules_per_unit and joules_per_unit / tokens,
+            *self._times_ms(priced, devices, 1e3 * rated.microbatches / rate_per_s),
+            {self.cluster.names[device]: priced[0].batch for device in devices},
+            rated.microbatches,
+            usd and usd * rate_per_s * 3.6,
+            joules and joules / tokens,
         )
 
-    def _times_ms(
-        self, unit: ir.WorkUnit, costs: Sequence[ir.Costs], devices: Sequence[int], ms: float
-    ) -> tuple[float, float]:
+    def _times_ms(self, priced: PricedUnit, devices: Sequence[int], ms: float) -> tuple[float, float]:
         """(time per token, time to the first token)."""
+        unit, costs = priced
         is_decode = [g.trace.step.kind == "decode" for g in unit.graphs]
         runs = max(1, self.load.output_tokens)
         if len(is_decode) == 1 or not any(is_decode):

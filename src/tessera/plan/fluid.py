@@ -24,7 +24,7 @@ from tessera.ir import MEMORY_SHARE, Cluster, Load, Role
 from tessera.kernels import PAGE
 from tessera.plan.arrays import Floats
 from tessera.plan.host import FETCH
-from tessera.plan.problem import spread_us
+from tessera.plan.problem import cells_of, spread_us
 
 # With one device per group; with a lane over all devices.
 SINGLE, DATA_PARALLEL = "single", "data-parallel"
@@ -520,8 +520,7 @@ class FluidModel:
         """Lanes over all devices, and over equal cells of them."""
         most = 1 if self.has_host else math.gcd(*map(len, self.alike))
         for copies in sorted({1, most}):
-            kinds = [[kind[i::copies] for i in range(copies)] for kind in self.alike]
-            cells = [tuple(sorted(chain(*parts))) for parts in zip(*kinds, strict=True)]
+            cells = cells_of(self.alike, copies) if copies > 1 else (self.used,)
             for draft in replace(self, devices=cells[0])._lanes(policy):
                 groups = tuple(replace(draft.groups[0], devices=cell) for cell in cells)
                 yield replace(draft, groups=groups, tokens_per_s=copies * draft.tokens_per_s)

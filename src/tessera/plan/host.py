@@ -63,8 +63,30 @@ class _Moves:
         self.card = next(d for d, device in enumerate(problem.cluster.devices) if not device.is_cpu)
         hosts = [d for d in range(problem.num_devices) if d != self.card]
         self._host = hosts[0]
-        groups = _order(problem, self.card, hosts)
-        self._order, self._group_of, self._host_of, self._size, self._score = groups
+        weights, num = problem.weights, problem.num_nodes
+        # Node -> group of nodes that share weights, named by its smallest node; bytes of each group.
+        self._group_of = group_of = _groups(num, weights.pin_item, weights.pin_node)
+        self._size = size = np.zeros(num)
+        first = np.full(len(weights.num_bytes), num)
+        np.minimum.at(first, weights.pin_item, weights.pin_node)
+        np.add.at(size, group_of[first], weights.num_bytes)
+        is_group = np.arange(num) == group_of
+        # In turn: several NUMA nodes read their weights at the same time.
+        self._host_of = np.array(hosts)[(np.cumsum(is_group) - 1) % len(hosts)]
+        # Class of host time per byte; infinite: no host may run it.
+        load = np.zeros((num, problem.num_devices))
+        np.add.at(load, group_of, problem.load_us)
+        crossing_us = _crossing_us(problem, group_of, self.card, self._host)
+        added = load[np.arange(num), self._host_of] - load[:, self.card] + crossing_us
+        added[group_of[problem.states.pin_node]] = np.inf
+        if problem.allowed is not None:
+            added[group_of[~problem.allowed[:, hosts].any(axis=1)]] = np.inf
+        self._score = np.round(np.log(np.maximum(added, 1e-3) / np.maximum(size, 1.0)) / np.log(EQUAL))
+        # Groups with weights, best first.
+        movable = np.flatnonzero(is_group & (size > 0))
+        even = np.argsort(even_order(len(movable)))
+        last_first = -_part_numbers(problem, group_of[first])[movable]
+        self._order = movable[np.lexsort((even, last_first, self._score[movable]))]
 
     def placement(self, num: int, fetched_bytes: float) -> ir.Placement:
         excess = self.excess(num, fetched_bytes)
@@ -129,49 +151,14 @@ class _Moves:
 
 def _too_large(problem: Problem, labels: Labels, excess: Floats) -> PlanInfeasible:
     device = int(excess.argmax())
-    weights, trace = problem.weights, problem.unit.graphs[-1].trace
-    first = {node: launch for launch, node in reversed([*enumerate(problem.node_of[-1].tolist())])}
-    pins = zip(weights.pin_item.tolist(), weights.pin_node.tolist(), strict=True)
-    launch_of = {item: first.get(node) for item, node in pins if labels[node] == device}
-    largest = []
-    for item in sorted(launch_of, key=lambda item: -weights.num_bytes[item])[:NAMED]:
-        launch = launch_of[item]
-        reader = "" if launch is None else f"{trace.kernel_of(launch).name} of "
-        largest.append(f"{reader}{weights.names[item]} {units.size(weights.num_bytes[item])}")
-    size = problem.memory_bytes[device]
-    weights_text = ", ".join(largest) or "none, only state and temporaries"
+    weights, size = problem.weights, problem.memory_bytes[device]
+    held = np.flatnonzero(weights.present(labels, problem.num_devices)[:, device])
+    largest = held[np.argsort(-weights.num_bytes[held])[:NAMED]].tolist()
+    named = ", ".join(f"{weights.names[n]} {units.size(weights.num_bytes[n])}" for n in largest)
     return PlanInfeasible(
-        f"{problem.cluster.devices[device].name} would hold {units.size(size + excess[device])} and has "
-        f"{units.size(size)}; its largest weights: {weights_text}"
+        f"{problem.cluster.names[device]} would hold {units.size(size + excess[device])} and has "
+        f"{units.size(size)}; its largest weights: {named or 'none, only state and temporaries'}"
     )
-
-
-def _order(problem: Problem, card: int, hosts: list[int]) -> tuple[Ints, Ints, Ints, Floats, Floats]:
-    """Groups of nodes with weights, best first; node -> group; per group: host, bytes, class of host time per
-    byte (infinite: no host may run it).
-    """
-    weights, num = problem.weights, problem.num_nodes
-    group_of = _groups(num, weights.pin_item, weights.pin_node)
-    size = np.zeros(num)
-    first = np.full(len(weights.num_bytes), num)
-    np.minimum.at(first, weights.pin_item, weights.pin_node)
-    np.add.at(size, group_of[first], weights.num_bytes)
-    load = np.zeros((num, problem.num_devices))
-    np.add.at(load, group_of, problem.load_us)
-    stays = np.zeros(num, dtype=np.bool_)
-    stays[group_of[problem.states.pin_node]] = True
-    if problem.allowed is not None:
-        stays[group_of[~problem.allowed[:, hosts].any(axis=1)]] = True
-    number = np.cumsum(np.arange(num) == group_of) - 1
-    # In turn: several NUMA nodes read their weights at the same time.
-    host_of = np.array(hosts)[number % len(hosts)]
-    added = load[np.arange(num), host_of] - load[:, card] + _crossing_us(problem, group_of, card, hosts[0])
-    added[stays] = np.inf
-    score = np.round(np.log(np.maximum(added, 1e-3) / np.maximum(size, 1.0)) / np.log(EQUAL))
-    movable = np.flatnonzero((np.arange(num) == group_of) & (size > 0))
-    even = np.argsort(even_order(len(movable)))
-    last_first = -_part_numbers(problem, group_of[first])[movable]
-    return movable[np.lexsort((even, last_first, score[movable]))], group_of, host_of, size, score
 
 
 def _part_numbers(problem: Problem, group: Ints) -> Ints:

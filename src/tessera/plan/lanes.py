@@ -16,7 +16,7 @@ import numpy as np
 
 from tessera import ir
 from tessera.errors import PlanInfeasible
-from tessera.plan.config import FULL, SearchConfig
+from tessera.plan.config import SearchConfig
 from tessera.plan.constraints import compiled_launches
 from tessera.plan.host import FETCH, even_order, has_host, host_placements
 from tessera.plan.problem import build
@@ -89,8 +89,8 @@ def place(
     cluster: ir.Cluster,
     policy: str,
     microbatches: int,
-    config: SearchConfig = FULL,
-    rate: Simulator | None = None,
+    config: SearchConfig,
+    rate: Simulator,
     memory_share: float | None = None,
 ) -> ir.Placement:
     """One placement for all requests: by busy time, kernel by kernel also by simulated rate.
@@ -103,7 +103,7 @@ def place(
         raise PlanInfeasible("weights are fetched to one GPU beside CPUs only")
     if planner in (SINGLE_PLACEMENT, FETCH) and has_host(problem):
         candidates = host_placements(problem, microbatches, planner == FETCH)
-        if len(candidates) == 1 or rate is None:
+        if len(candidates) == 1:
             return candidates[0]
         rates = [rate(lane_plan(unit, costs, cluster, x, microbatches, "")) for x in candidates]
         return candidates[0 if FETCH_GAIN * rates[0] >= max(rates) else rates.index(max(rates))]
@@ -116,11 +116,11 @@ def place(
         best = [max(mixes, key=task.upper_bound_per_s) for mixes in options if mixes]
         return [problem.placement(mix.columns[0].labels) for mix in best]
 
-    is_judged = planner == SINGLE_PLACEMENT and rate is not None
-    placements = (is_judged and placements_by(FEW_CROSSINGS)) or placements_by([planner])
+    is_spread = planner == SINGLE_PLACEMENT
+    placements = (is_spread and placements_by(FEW_CROSSINGS)) or placements_by([planner])
     if not placements:
         raise PlanInfeasible(f"the policy '{policy}' does not apply to this work or does not fit")
-    if planner != SINGLE_PLACEMENT or rate is None:
+    if not is_spread:
         return placements[0]
 
     alone = steps_alone(lane_plan(unit, costs, cluster, placements[0], microbatches, ""))

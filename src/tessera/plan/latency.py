@@ -70,38 +70,17 @@ class Move:
     reader: Ints
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Layout:
     """One step; the last launch is the end."""
 
-    problem: Problem
-    step: int
-    # Values of each launch, and groups it starts.
-    items: Sequence[Sequence[Item]]
-    moves: tuple[Move, ...]
-    # [destination, source]: fastest chain of transfers.
-    least_wait_us: Floats
-
-    @property
-    def num_launches(self) -> int:
-        """Without the end."""
-        return len(self.items) - 1
-
-    def costs_us(self, fixed: Ints | None = None) -> Floats:
-        """[launch, device]; fixed -1: free."""
-        problem, cost = self.problem, self.problem.cost_us[self.step]
-        if fixed is not None:
-            elsewhere = (fixed[:, None] >= 0) & (fixed[:, None] != np.arange(problem.num_devices))
-            cost = np.where(elsewhere, NEVER_US, cost)
-        if problem.allowed is not None:
-            cost = np.where(problem.allowed[problem.node_of[self.step]], cost, NEVER_US)
-        return np.concatenate([cost, np.zeros((1, problem.num_devices))])
-
-
-def layout_of(problem: Problem, step: int) -> Layout:
-    items = _items(problem, step)
-    least = np.ascontiguousarray(_closure(problem.latency_us).T)
-    return Layout(problem, step, items, tuple(_moves(items)), least)
+    def __init__(self, problem: Problem, step: int) -> None:
+        self.problem, self.step = problem, step
+        # Values of each launch, and groups it starts.
+        self.items = _items(problem, step)
+        self.num_launches = len(self.items) - 1
+        self.moves = tuple(_moves(self.items))
+        # [destination, source]: fastest chain of transfers.
+        self.least_wait_us = np.ascontiguousarray(_closure(problem.latency_us).T)
 
 
 def _items(problem: Problem, step: int) -> list[list[Item]]:
@@ -203,27 +182,24 @@ def non_dominated(flat: Floats) -> Ints:
     return np.concatenate(kept)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Course:
-    layout: Layout
-    # [launch, device]
-    cost_us: Floats
-    migration_us: Floats
-    # [launch, device, 1]: lower bound from start to the end.
-    tail_us: Floats
+    """Times of a step, in which state moves and some launches have their device (`fixed`; -1: free)."""
 
-    @property
-    def least_us(self) -> float:
-        return float(self.tail_us.min(axis=1).max())
-
-
-def course_of(layout: Layout, migration_us: Floats | None = None, fixed: Ints | None = None) -> Course:
-    """`fixed`: devices of launches (-1: free)."""
-    cost = layout.costs_us(fixed)
-    added = np.zeros_like(cost)
-    if migration_us is not None:
-        added[:-1] = migration_us
-    return Course(layout, cost, added, tails_of(layout.items, cost)[:, :, None])
+    def __init__(self, layout: Layout, migration_us: Floats | None = None, fixed: Ints | None = None) -> None:
+        self.layout, problem = layout, layout.problem
+        num = problem.num_devices
+        us = problem.cost_us[layout.step]
+        if fixed is not None:
+            us = np.where((fixed[:, None] >= 0) & (fixed[:, None] != np.arange(num)), NEVER_US, us)
+        if problem.allowed is not None:
+            us = np.where(problem.allowed[problem.node_of[layout.step]], us, NEVER_US)
+        # [launch, device]
+        self.cost_us = np.concatenate([us, np.zeros((1, num))])
+        self.migration_us = np.zeros_like(self.cost_us)
+        if migration_us is not None:
+            self.migration_us[:-1] = migration_us
+        # [launch, device, 1]: lower bound from start to the end.
+        self.tail_us = tails_of(layout.items, self.cost_us)[:, :, None]
 
 
 def search(course: Course, width: int, best_us: float) -> tuple[Ints, float] | None:
@@ -356,9 +332,9 @@ class StepBest:
 def best_of_step(layout: Layout, best_us: float, config: SearchConfig) -> StepBest:
     if not layout.num_launches:
         return StepBest(0.0, 0.0, 0, np.zeros(0, dtype=np.int64))
-    course = course_of(layout)
+    course = Course(layout)
     devices: Ints | None = None
-    us, bound = best_us, course.least_us * (1 - ROUNDING)
+    us, bound = best_us, float(course.tail_us.min(axis=1).max()) * (1 - ROUNDING)
     wide = min(config.wide_rows, config.frontier_rows // layout.num_launches)
     for rows in (config.narrow_rows, max(wide, config.narrow_rows)):
         width = max(2, rows // layout.problem.num_devices)
@@ -385,7 +361,7 @@ def joined(
         devices = steps[step].devices
         is_own = devices is not None and not added[np.arange(len(devices)), devices].any()
         if devices is None or not is_own or (fixed >= 0).any():
-            course = course_of(layouts[step], added, fixed)
+            course = Course(layouts[step], added, fixed)
             placed = search(course, steps[step].width, NEVER_US)
             if placed is None:
                 return None
@@ -478,7 +454,7 @@ def solve(problem: Problem, extra: Sequence[Column], allowed: Allowed, config: S
     clock = RequestTimer(problem)
     starts = [problem.alone(device).labels for device in range(problem.num_devices)]
     starts = [x for x in (*starts, *(c.labels for c in extra)) if problem.is_allowed(x)]
-    layouts = [layout_of(problem, step) for step in range(len(problem.node_of))]
+    layouts = [Layout(problem, step) for step in range(len(problem.node_of))]
     steps = [
         best_of_step(layout, min((clock.step_us(layout.step, x) for x in starts), default=NEVER_US), config)
         for layout in layouts

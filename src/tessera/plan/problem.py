@@ -239,18 +239,12 @@ class Problem:
     def microbatches_that_fit(self, mix: Mix, microbatches: int = 1) -> int | None:
         """None: unlimited."""
         fixed, each = self.footprints(mix.columns)
-        table = microbatch_table(mix, microbatches)
-        left = self.memory_bytes - fixed
-        turn = each[list(table)].sum(axis=0)
+        held = each[list(microbatch_table(mix, microbatches))].cumsum(axis=0)  # by the first of the table
+        left, turn = self.memory_bytes - fixed, held[-1]
         if not turn.any():
             return None
         turns = max(0, int((left[turn > 0] // turn[turn > 0]).min()))
-        left = left - turns * turn
-        for rest, lane in enumerate(table):
-            left = left - each[lane]
-            if (left < 0).any():
-                return turns * len(table) + rest
-        return (turns + 1) * len(table)
+        return turns * len(held) + int((held <= left - turns * turn).all(axis=1).sum())
 
     def is_allowed(self, labels: Labels) -> bool:
         return self.allowed is None or bool(self.allowed[np.arange(len(labels)), labels].all())
@@ -285,13 +279,13 @@ def build(
         node_of=node_of,
         cost_us=cost_us,
         load_us=load,
-        values=arrays.values_of(unit, node_of),
+        values=Values(unit, node_of),
         weights=arrays.holdings_of(unit, node_of, ir.BufferKind.WEIGHT),
         states=arrays.holdings_of(unit, node_of, ir.BufferKind.STATE),
         us_per_byte=us_per_byte,
         latency_us=latency,
         memory_bytes=memory_share * np.array([d.memory_bytes for d in cluster.devices], dtype=np.float64),
-        temporaries=tuple(arrays.temporaries_of(g, n) for g, n in zip(unit.graphs, node_of, strict=True)),
+        temporaries=tuple(Temporaries(g, n) for g, n in zip(unit.graphs, node_of, strict=True)),
         constraints=constraints,
         allowed=allowed(unit, node_of, num_nodes, constraints, cluster.devices),
     )
@@ -449,17 +443,20 @@ def _alike(problem: Problem, a: int, b: int) -> bool:
     )
 
 
+def cells_of(members: Sequence[Sequence[int]], copies: int) -> Cells:
+    """Each has as many devices of a kind, at the same places."""
+    sizes = [len(kind) // copies for kind in members]
+    return tuple(
+        tuple(d for kind, n in zip(members, sizes, strict=True) for d in kind[at * n : (at + 1) * n])
+        for at in range(copies)
+    )
+
+
 def partitions(members: Sequence[Sequence[int]]) -> Iterator[tuple[Cells, ...]]:
     """Equal copies of one cell; and one device of each kind, with the rest."""
     counts = [len(kind) for kind in members]
-    copies = gcd(*counts)
-    if copies > 1:
-        sizes = [count // copies for count in counts]
-        cells = (
-            tuple(d for kind, n in zip(members, sizes, strict=True) for d in kind[at * n : (at + 1) * n])
-            for at in range(copies)
-        )
-        yield (tuple(cells),)
+    if gcd(*counts) > 1:
+        yield (cells_of(members, gcd(*counts)),)
     least = min(counts)
     if len(counts) > 1 and max(counts) > least:
         pairs = tuple(tuple(kind[at] for kind in members) for at in range(least))

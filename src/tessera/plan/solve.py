@@ -40,7 +40,8 @@ MICROBATCHES_SHOWN = (1, 2, 4, 8, 16)
 
 
 def single_placement(task: Task) -> tuple[Mix, ...] | None:
-    columns = [m.columns[0] for m in task.coarse_mixes if len(m.columns) == 1]
+    coarse = (mix for mixes in task.coarse.values() for mix in mixes or ())
+    columns = [mix.columns[0] for mix in coarse if len(mix.columns) == 1]
     from tessera.plan.pricing import milp  # slow to import
 
     solved = milp.best_placement(task.problem, task.microbatches)

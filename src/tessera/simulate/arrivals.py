@@ -19,7 +19,7 @@ Lengths (prompt, answer): `fixed:P,O`; `uniform:P,O` (half to one and a half tim
 import csv
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
@@ -208,7 +208,8 @@ def _seconds(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        return datetime.fromisoformat(text).timestamp()
+        at = datetime.fromisoformat(text)
+        return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
 
 
 def _whole(text: str) -> int:

@@ -9,6 +9,7 @@ and the same share of waits.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import count
 
@@ -123,22 +124,18 @@ def throughput_per_s(timeline: Timeline) -> float:
 
     Completions come in bursts, so work is counted: a span's share of its request's busy time.
     """
-    total: dict[int, float] = {}
+    work = [span for span in timeline.spans if not span.is_transfer and span.stop_us > span.start_us]
+    total_us: defaultdict[int, float] = defaultdict(float)
     start_us: dict[int, float] = {}
-    work = [span for span in timeline.spans if not span.is_transfer]
     for span in work:
-        total[span.request] = total.get(span.request, 0.0) + span.stop_us - span.start_us
+        total_us[span.request] += span.stop_us - span.start_us
         start_us.setdefault(span.request, span.start_us)
     start = min((stop for _, _, stop in timeline.requests), default=0.0)
     stop = max(start_us.values(), default=0.0)
     if stop <= start:
-        return len(timeline.requests) / (timeline.makespan_us * 1e-6) if timeline.makespan_us else 0.0
-    done = 0.0
-    for span in work:
-        inside = min(span.stop_us, stop) - max(span.start_us, start)
-        if inside > 0.0:
-            done += inside / total[span.request]
-    return done / ((stop - start) * 1e-6)
+        return 1e6 * len(timeline.requests) / timeline.makespan_us if timeline.makespan_us else 0.0
+    inside_us = ((x.request, min(x.stop_us, stop) - max(x.start_us, start)) for x in work)
+    return 1e6 * sum(max(0.0, us) / total_us[request] for request, us in inside_us) / (stop - start)
 
 
 # Requests' worth of work: to warm up, and in the window.

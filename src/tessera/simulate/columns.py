@@ -4,7 +4,7 @@ A script has a column per device: receives, and segments of launches that end in
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -110,17 +110,13 @@ def _bus(link: Link) -> str:
     return link.group or f"{link.src} -> {link.dst}"
 
 
-@dataclass
 class Scripts:
-    unit: WorkUnit
-    costs: tuple[Costs, ...]
-    cluster: Cluster
-    _scripts: dict[object, Script] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.wires = Wires(self.cluster)
-        self._lowering = UnitLowering(self.unit, len(self.cluster.devices))
-        self._us = [np.array([[c.us for c in row] for row in x.costs]) for x in self.costs]
+    def __init__(self, unit: WorkUnit, costs: tuple[Costs, ...], cluster: Cluster) -> None:
+        self.unit, self.costs, self.cluster = unit, costs, cluster
+        self.wires = Wires(cluster)
+        self._scripts: dict[object, Script] = {}
+        self._lowering = UnitLowering(unit, len(cluster.devices))
+        self._us = [np.array([[c.us for c in row] for row in x.costs]) for x in costs]
 
     def of(self, placement: Placement) -> tuple[Script, ...]:
         """With moves of state between steps."""

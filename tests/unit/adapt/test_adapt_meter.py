@@ -9,7 +9,7 @@ from tessera.adapt.monitor import Meter
 def meter(window_s: float = 10.0, before_per_s: float = 0.0) -> Meter:
     """Watching from time zero."""
     made = Meter()
-    made.set(window_s, before_per_s)
+    made.window_s, made.before_per_s = window_s, before_per_s
     made.start(0.0)
     return made
 

@@ -47,7 +47,7 @@ def arrivals(
 
 def arrive(monitor: Monitor, now_s: float, num_requests: int) -> str | None:
     monitor.arrived(now_s)
-    return monitor.switch(now_s, num_requests)
+    return monitor.switch(now_s, num_requests, switch_s=0.1)
 
 
 def test_the_crossing_follows_from_the_policies() -> None:

@@ -11,11 +11,10 @@ from tessera.plan.config import FULL
 from tessera.plan.latency import (
     NEVER_US,
     Course,
+    Layout,
     RequestTimer,
     bound_us,
-    course_of,
     front_bound_us,
-    layout_of,
     search,
     solve,
 )
@@ -41,7 +40,7 @@ def random_problem(seed: int, devices: int = 2) -> Problem:
 
 def course(problem: Problem) -> Course:
     """Course of the first step."""
-    return course_of(layout_of(problem, 0))
+    return Course(Layout(problem, 0))
 
 
 def brute_us(problem: Problem, step: int = 0) -> float:

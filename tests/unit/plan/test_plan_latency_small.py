@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from plan_factories import Draft, make_cluster, make_costs, make_unit
 from sampling import examples
 from tessera.plan.config import FULL
-from tessera.plan.latency import RequestTimer, bound_us, layout_of, non_dominated, solve, tails_of
+from tessera.plan.latency import Course, Layout, RequestTimer, bound_us, non_dominated, solve
 from tessera.plan.problem import Problem, build
 
 
@@ -69,8 +69,7 @@ def test_bound_optimum_and_plan_are_in_order(problem: Problem) -> None:
 @given(problems())
 def test_tails_are_below_the_optimum(problem: Problem) -> None:
     """No tail is longer than the fastest placement takes."""
-    layout = layout_of(problem, 0)
-    tails = tails_of(layout.items, layout.costs_us())
+    tails = Course(Layout(problem, 0)).tail_us
 
     assert tails.min(axis=1).max() * problem.unit.counts[0] <= best_us(problem) * (1 + 1e-9)
 

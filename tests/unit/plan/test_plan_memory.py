@@ -10,7 +10,7 @@ from sampling import examples, some_of
 from tessera import ir
 from tessera.errors import PlanInfeasible
 from tessera.plan import PlanConfig, solve
-from tessera.plan.arrays import temporaries_of
+from tessera.plan.arrays import Temporaries
 from tessera.plan.pricing.pricer import Pricer
 from tessera.plan.pricing.throughput import Pool, seed
 from tessera.plan.problem import Mix, Problem, build
@@ -30,7 +30,7 @@ def peaks(draft: Draft, devices: list[int], num_devices: int = 2) -> list[float]
     """Peaks of one step whose launches are its nodes."""
     graph = make_unit(draft).graphs[0]
     nodes = np.arange(draft.num)
-    found = temporaries_of(graph, nodes).peak_bytes(np.array(devices), num_devices)
+    found = Temporaries(graph, nodes).peak_bytes(np.array(devices), num_devices)
     return [float(x) for x in found]
 
 
@@ -57,7 +57,7 @@ def test_inputs_are_held_from_the_start_and_outputs_to_the_end() -> None:
     kinds = {0: ir.BufferKind.OUTPUT, 1: ir.BufferKind.INPUT}
     buffers = tuple(ir.Buffer(b.name, kinds[n], 10) for n, b in enumerate(base.trace.buffers))
     trace = ir.Trace(base.trace.step, base.trace.kernels, buffers, base.trace.launches, ())
-    found = temporaries_of(ir.Graph(trace, (), base.values, ()), np.arange(3))
+    found = Temporaries(ir.Graph(trace, (), base.values, ()), np.arange(3))
 
     assert [20.0] == found.peak_bytes(np.zeros(3, dtype=np.int64), 1).tolist()
 
@@ -80,7 +80,7 @@ def test_peak_equals_a_walk_through_the_launches(seed: int) -> None:
             for now in range(9)
         ]
 
-        assert max(walk) == temporaries_of(graph, nodes).peak_bytes(labels, 3)[device]
+        assert max(walk) == Temporaries(graph, nodes).peak_bytes(labels, 3)[device]
 
 
 @pytest.mark.parametrize("seed", some_of(range(6), range(3)))

@@ -7,7 +7,7 @@ import pytest
 
 from plan_factories import Draft, chain, make_cluster, make_costs, make_unit, priced, random_case
 from sampling import some_of
-from tessera.plan.pricing.pricer import Pricer, Prices, cut
+from tessera.plan.pricing.pricer import Cut, Pricer, Prices
 from tessera.plan.pricing.throughput import maximised
 from tessera.plan.problem import Problem, build
 
@@ -101,7 +101,7 @@ def test_chain_is_cut_at_its_cheapest_edge() -> None:
 def test_capacity_far_above_the_flow_is_never_cut() -> None:
     """An item that one side costs a million times more than the other stays off that side."""
     own = np.array([[1.0, 1e6], [1e-3, 2e-3]])
-    shape = cut(2, np.array([0]), np.array([0]), np.array([1]))
+    shape = Cut(2, np.array([0]), np.array([0]), np.array([1]))
 
     side, bound = shape.solve(own, np.full((1, 2, 2), 1e-4), np.zeros((0, 2)))
 

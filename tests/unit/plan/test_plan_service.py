@@ -224,6 +224,15 @@ def test_equal_cells_have_lanes_of_their_own() -> None:
     assert (0, 1, 2, 3) == pairs.drafts("layer-pipeline", depth=(1, 8))[0].groups[0].devices
 
 
+def test_cells_have_their_kinds_in_one_order() -> None:
+    """A placement of the first one is copied by place, whatever the order of the devices."""
+    pairs = divided("emu:h20,emu:l40s,emu:l40s,emu:h20")
+
+    two = pairs.drafts("layer-pipeline", depth=(2, 8))[0]
+
+    assert [(0, 1), (3, 2)] == [group.devices for group in two.groups]
+
+
 def test_attention_is_drafted_where_its_pages_fit() -> None:
     """The card that reads fast has attention; pages that fill it leave no draft on the smaller card."""
     found = divided("emu:h20,emu:l40s")

@@ -1,5 +1,6 @@
 """Arrivals: streams by a formula have the figures they should; logs are read, or refused with the line."""
 
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -93,6 +94,20 @@ def test_an_azure_log_with_a_time_zone_is_read(tmp_path: Path) -> None:
     rows = AZURE.splitlines(keepends=True)
 
     assert (2,) == read_arrivals(written(tmp_path, rows[0] + rows[3])).outputs
+
+
+def test_an_azure_log_without_a_time_zone_does_not_follow_that_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New York turned its clocks back between these rows; the log did not."""
+    monkeypatch.setenv("TZ", "America/New_York")
+    time.tzset()
+    rows = ["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-05 01:59:59,3,4", "2023-11-05 02:00:01,3,4"]
+    try:
+        assert (0.0, 2.0) == read_arrivals(written(tmp_path, "\n".join(rows))).times_s
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,6 @@ from itertools import count, pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from tessera.plan.arrays import Floats, Ints, Labels
 from tessera.plan.config import FULL, SearchConfig
@@ -45,16 +44,36 @@ MAX_FLOW = 2**30 - 2
 CLIP = MAX_FLOW + 1
 
 
-@dataclass(frozen=True, eq=False)
 class Cut:
-    num_nodes: int
-    # Terms with edge_of[t] == e add up.
-    edge_of: Ints
-    indptr: Ints
-    indices: Ints
-    term_value: Ints
-    term_forward: npt.NDArray[np.bool_]
-    num_vertices: int
+    def __init__(self, num_nodes: int, producer: Ints, pin_value: Ints, pin_node: Ints) -> None:
+        num_values = len(producer)
+        pins = np.bincount(pin_value, minlength=num_values)
+        shared = np.flatnonzero(pins > 1)
+        aux = np.full(num_values, -1, dtype=np.int64)
+        aux[shared] = num_nodes + np.arange(len(shared))
+        back_aux = aux + len(shared)
+        source = num_nodes + 2 * len(shared)
+        sink = source + 1
+        out_of = np.where(producer >= 0, producer, source)
+        into = np.where(producer >= 0, producer, sink)
+        lone = pins[pin_value] == 1
+        nodes = np.arange(num_nodes)
+        forward_src = np.where(lone, out_of[pin_value], aux[pin_value])
+        backward_dst = np.where(lone, into[pin_value], back_aux[pin_value])
+        rows = np.concatenate(
+            [np.full(num_nodes, source), nodes, forward_src, out_of[shared], pin_node, back_aux[shared]]
+        )
+        cols = np.concatenate(
+            [nodes, np.full(num_nodes, sink), pin_node, aux[shared], backward_dst, into[shared]]
+        )
+        size = sink + 1
+        # Terms of one edge add up.
+        keys, self._edge_of = np.unique(rows * size + cols, return_inverse=True)
+        self._indptr = np.searchsorted(keys, np.arange(size + 1) * size).astype(np.int32)
+        self._indices = (keys % size).astype(np.int32)
+        # Value of each term, in either direction.
+        self._value = np.concatenate([pin_value, shared])
+        self._num_nodes, self._source = num_nodes, source
 
     def solve(self, node_cost: Floats, move: Floats, held: Floats) -> tuple[Labels, float]:
         from scipy.sparse import csr_array  # slow to import
@@ -63,58 +82,25 @@ class Cut:
         forward, backward = np.append(move[:, 0, 1], held[:, 1]), np.append(move[:, 1, 0], held[:, 0])
         base = node_cost.min(axis=1)
         to_sink, from_source = node_cost[:, 0] - base, node_cost[:, 1] - base
-        terms = np.where(self.term_forward, forward[self.term_value], backward[self.term_value])
-        caps = np.bincount(
-            self.edge_of, weights=np.concatenate([from_source, to_sink, terms]), minlength=len(self.indices)
-        )
-        source, sink = self.num_vertices - 2, self.num_vertices - 1
+        terms = np.concatenate([from_source, to_sink, forward[self._value], backward[self._value]])
+        caps = np.bincount(self._edge_of, weights=terms, minlength=len(self._indices))
+        source, sink = self._source, self._source + 1
         # Residents have terms at source and sink.
-        limit = min(caps[self.indptr[source] :].sum(), caps[self.indices == sink].sum())
+        limit = min(caps[self._indptr[source] :].sum(), caps[self._indices == sink].sum())
         if limit <= 0:
             scaled, scale = (caps > 0).astype(np.int32), np.inf
         else:
             scale = MAX_FLOW / limit
             scaled = np.minimum(np.floor(caps * scale), CLIP).astype(np.int32)
-        shape = (self.num_vertices, self.num_vertices)
-        graph = csr_array((scaled, self.indices.astype(np.int32), self.indptr.astype(np.int32)), shape=shape)
+        graph = csr_array((scaled, self._indices, self._indptr), shape=(sink + 1, sink + 1))
         flow = maximum_flow(graph, source, sink)
         residual = csr_array(graph - flow.flow)
         residual.data = (residual.data > 0).astype(np.int32)
         residual.eliminate_zeros()
         reached = breadth_first_order(residual, source, return_predecessors=False)
-        side = np.ones(self.num_vertices, dtype=np.int64)
+        side = np.ones(sink + 1, dtype=np.int64)
         side[reached] = 0
-        return side[: self.num_nodes], float(base.sum() + flow.flow_value / scale)
-
-
-def cut(num_nodes: int, producer: Ints, pin_value: Ints, pin_node: Ints) -> Cut:
-    num_values = len(producer)
-    pins = np.bincount(pin_value, minlength=num_values)
-    shared = np.flatnonzero(pins > 1)
-    aux = np.full(num_values, -1, dtype=np.int64)
-    aux[shared] = num_nodes + np.arange(len(shared))
-    source = num_nodes + 2 * len(shared)
-    sink = source + 1
-    out_of = np.where(producer >= 0, producer, source)
-    into = np.where(producer >= 0, producer, sink)
-    lone = pins[pin_value] == 1
-    back_aux = aux + len(shared)
-    nodes = np.arange(num_nodes)
-    forward_src = np.where(lone, out_of[pin_value], aux[pin_value])
-    backward_dst = np.where(lone, into[pin_value], back_aux[pin_value])
-    rows = np.concatenate(
-        [np.full(num_nodes, source), nodes, forward_src, out_of[shared], pin_node, back_aux[shared]]
-    )
-    cols = np.concatenate(
-        [nodes, np.full(num_nodes, sink), pin_node, aux[shared], backward_dst, into[shared]]
-    )
-    half = len(pin_value) + len(shared)
-    term_forward = np.arange(2 * half) < half
-    term_value = np.tile(np.concatenate([pin_value, shared]), 2)
-    size = sink + 1
-    keys, edge_of = np.unique(rows * size + cols, return_inverse=True)
-    indptr = np.searchsorted(keys, np.arange(size + 1) * size)
-    return Cut(num_nodes, edge_of, indptr, keys % size, term_value, term_forward, size)
+        return side[: self._num_nodes], float(base.sum() + flow.flow_value / scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +257,7 @@ class Pricer:
         def make() -> Cut | Elimination:
             edges = _edges(self.problem, has_residents)
             widest = next(n for n in count(1) if num ** (n + 1) > most)
-            return cut(num_nodes, *edges) if num == 2 else Elimination(num_nodes, num, *edges, widest)
+            return Cut(num_nodes, *edges) if num == 2 else Elimination(num_nodes, num, *edges, widest)
 
         return self.problem.once(("solver", has_residents, most), make)
 

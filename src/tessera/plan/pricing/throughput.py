@@ -130,7 +130,7 @@ class Pool:
         # The bound is not needed, and slow with more than two devices.
         column, _ = self.price(replace(free, memory=np.zeros(num)))
         total_bytes = max(1.0, float(prob.resident(microbatches).num_bytes.sum()))
-        step = np.full(num, 1e-3 * float(_costs([column], free)[0]) / total_bytes)
+        step = np.full(num, 1e-3 * float(column.busy_us @ np.append(free.device, link)) / total_bytes)
         memory, last = np.zeros(num), np.zeros(num)
         for _ in range(config.max_memory_tries):
             excess = prob.excess_bytes((column,), microbatches)
@@ -163,25 +163,15 @@ def seed(pool: Pool) -> None:
             raise milp.shortage(prob, roomiest, least_bytes)
 
 
-def _costs(columns: list[Column], prices: Prices) -> Floats:
-    per_us = np.concatenate([prices.device, prices.link.ravel()])
-    busy = np.array([c.busy_us for c in columns])
-    return np.asarray(busy @ per_us + prices.path * np.array([c.path_us for c in columns]))
-
-
 def generate(pool: Pool, depth: float | None = None) -> Solved:
     """`depth`: path time in periods; None: busy time alone."""
-    kinds, part = pool.kinds, pool.over_kinds()
-    if kinds is None or part is None:
-        rates, bound = _generate(pool, depth, np.ones(len(pool.columns[0].busy_us)))
-        columns = pool.columns
-    else:
+    kinds, part, mix, bound = pool.kinds, pool.over_kinds(), None, np.inf
+    if kinds is not None and part is not None:
         rates, bound = _generate(part, depth, kinds.limits)
-        columns, rates = _spread_out(pool, part.columns, rates, kinds)
-    mix = trimmed(pool, columns, rates, depth)
-    if mix is None and kinds is not None:  # one device of a kind cannot hold it
-        rates, _ = _generate(pool, depth, np.ones(len(pool.columns[0].busy_us)))
-        mix = trimmed(pool, pool.columns, rates, depth)
+        mix = trimmed(pool, *_spread_out(pool, part.columns, rates, kinds), depth)
+    if mix is None:  # all devices differ, or one of a kind cannot hold it
+        rates, own_bound = _generate(pool, depth, np.ones(len(pool.columns[0].busy_us)))
+        mix, bound = trimmed(pool, pool.columns, rates, depth), min(bound, own_bound)
     assert mix is not None, "every column fits with one request in flight"
     return Solved(mix, float(max(bound * 1e6, mix.rate_per_s if depth is None else 0.0)))
 

@@ -11,7 +11,6 @@ of moves depends only on the unit's size, so plans are reproducible.
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -48,16 +47,12 @@ def is_filled(task: Task, columns: Sequence[Column]) -> bool:
     return any(len({stays(c, nodes) for c in columns}) > 1 for nodes in task.problem.node_of)
 
 
-@dataclass(eq=False)
 class Search:
-    task: Task
-    rated: list[tuple[float, Mix]] = field(default_factory=list)
-    best: float = 0.0
-    _seen: set[object] = field(default_factory=set)
-    _left: int = 0
-
-    def __post_init__(self) -> None:
-        config, launches = self.task.config, self.task.problem.unit.num_launches
+    def __init__(self, task: Task) -> None:
+        self.task, self.best = task, 0.0
+        self.rated: list[tuple[float, Mix]] = []
+        self._seen: set[object] = set()
+        config, launches = task.config, task.problem.unit.num_launches
         affordable = round((config.look_launches / launches) ** 2)
         self._left = max(config.min_looks, min(config.max_looks, affordable))
 

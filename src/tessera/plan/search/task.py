@@ -69,10 +69,6 @@ class Task:
     def baselines(self) -> tuple[ir.Baseline, ...]:
         return tuple(self._baseline(kind, mix) for kind, mix in self.best_coarse.items())
 
-    @property
-    def coarse_mixes(self) -> list[Mix]:
-        return [mix for mixes in self.coarse.values() for mix in mixes or ()]
-
     @cached_property
     def free(self) -> throughput.Solved:
         """The optimum by busy time alone."""
