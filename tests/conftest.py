@@ -102,7 +102,8 @@ def _in_short(request: pytest.FixtureRequest) -> Iterator[None]:
                 patch.setattr(importlib.import_module(module), "record_step", recorded)
             for module in ("tessera.planning", "tessera.capture", *paper):
                 patch.setattr(importlib.import_module(module), "record_sizes", recorded_sizes)
-            patch.setattr(importlib.import_module("tessera.serve.planning"), "record", recorded_workload)
+            for module in ("tessera.serve.planning", "tessera.serve.steps"):
+                patch.setattr(importlib.import_module(module), "record", recorded_workload)
             store = importlib.import_module("tessera.profile.store")
             until = store.until
             patch.setattr(store, "until", lambda cap_s: until(min(cap_s, LAUNCH_S)))

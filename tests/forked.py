@@ -15,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 import types
+import unittest.mock
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +77,14 @@ def serve(path: str, server: socket.socket, number: int, libraries: list[str]) -
         importlib.import_module("triton.runtime.cache").triton_key()
     gc.collect()
     gc.freeze()
+    is_own = OWN[0] in libraries  # else coverage counts lines of workers too, from their start
     for _ in range(number):
         link, _ = server.accept()
         code, fds, _, _ = socket.recv_fds(link, MAX_CODE, 3)
         if not os.fork():
             server.close()
+            if is_own:
+                serve_workers()
             become(code.decode(), fds)
             return  # now the link closes
         for fd in (*fds, link.detach()):
@@ -90,6 +95,29 @@ def serve(path: str, server: socket.socket, number: int, libraries: list[str]) -
     with contextlib.suppress(ChildProcessError, KeyboardInterrupt):
         while True:
             os.wait()
+
+
+def serve_workers() -> None:
+    """multiprocessing's server of workers, which would import torch again: a fork of this process."""
+
+    def fork(path: bytes, words: list[str], passed: list[int]) -> int:
+        if pid := os.fork():
+            return pid
+        try:
+            patch.stop()
+            for fd in map(int, os.listdir("/proc/self/fd")):
+                if fd > 2 and fd not in passed:
+                    with contextlib.suppress(OSError):  # the listing's own
+                        os.close(fd)
+            forkserver.main(passed[0], passed[1], [])
+        finally:
+            os._exit(0)
+
+    resource_tracker.ensure_running()
+    patch = unittest.mock.patch.object(util, "spawnv_passfds", fork)
+    patch.start()
+    forkserver.ensure_running()
+    patch.stop()
 
 
 def become(code: str, fds: list[int]) -> None:

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -148,6 +148,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 # Made once: the hook sees every call of a step.
 _HOLDERS, _OF_FUNCTIONS = (torch.Tensor, torch.UntypedStorage), (type(sys), type, type(None))
+_NAMES = frozenset((*_READER_METHODS, *(function.__name__ for function in (*_CLOCKS, _TO_DLPACK))))
 
 
 @contextmanager
@@ -251,22 +252,8 @@ for _function, _instead in (
     _KERNELS.impl(_function, _at_key(_instead, _function), _KEY_NAME)
 
 
-@contextmanager
-def calls_refused() -> Iterator[None]:
-    before: Any = sys.getprofile()
-    sys.setprofile(_check_call)
-    try:
-        yield
-    finally:
-        sys.setprofile(None)
-        if hasattr(before, "enable"):  # cProfile's hook is no function
-            before.enable()
-        else:
-            sys.setprofile(before)
-
-
 def _check_call(frame: FrameType, event: str, called: Any) -> None:
-    if event != "c_call" or _thread.varies is None:
+    if event != "c_call" or called.__name__ not in _NAMES or _thread.varies is None:
         return
     filename, holder = frame.f_code.co_filename, getattr(called, "__self__", None)
     if isinstance(holder, _HOLDERS):
@@ -282,3 +269,22 @@ def _check_call(frame: FrameType, event: str, called: Any) -> None:
     if called in _CLOCKS:
         message = f"{called.__qualname__}() returns a different value in every call"
         fail(message, "Call it outside of the step and pass the value as a tensor.")
+
+
+@contextmanager
+def calls_refused(hook: Any = _check_call) -> Iterator[None]:
+    before: Any = sys.getprofile()
+    sys.setprofile(hook)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        if hasattr(before, "enable"):  # cProfile's hook is no function
+            before.enable()
+        else:
+            sys.setprofile(before)
+
+
+def calls_allowed() -> AbstractContextManager[None]:
+    """Within an operator, where no call is the program's: the hook is slow."""
+    return calls_refused(None) if sys.getprofile() is _check_call else nullcontext()

@@ -33,7 +33,7 @@ from tessera.capture.blocks import raw
 from tessera.capture.fake import run_fake
 from tessera.capture.operators import Recorded, Results, fail
 from tessera.capture.own import OwnLaunch, own_launches, tensors_in, unchanged
-from tessera.capture.reads import reads_allowed, reads_refused
+from tessera.capture.reads import calls_allowed, reads_allowed, reads_refused
 from tessera.capture.rng import Draws, forked, generator_of, size_of
 from tessera.errors import CaptureError
 from tessera.ir import Access, Arg, Buffer, BufferKind, Kernel, Launch, Origin, Region, Step, Trace, View
@@ -266,7 +266,8 @@ class OperatorMode(TorchDispatchMode):
             return func(*args, **kwargs or {})
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
-        return self.operate(func, args, kwargs or {})
+        with calls_allowed():
+            return self.operate(func, args, kwargs or {})
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError

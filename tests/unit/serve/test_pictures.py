@@ -35,14 +35,12 @@ SPEC = ServeSpec(microbatches=1, rows=2, capacity=240, max_batch_tokens=24, rand
 PICTURE_TOKENS = 64
 
 
-def made_reader() -> PictureReader:
+@pytest.fixture(scope="module")
+def reader() -> PictureReader:
     """The built-in model that sees has it."""
-    reader = served("tiny-qwen2.5-vl", SPEC).picture_reader
-    assert reader is not None
-    return reader
-
-
-READER = made_reader()
+    found = served("tiny-qwen2.5-vl", SPEC).picture_reader
+    assert found is not None
+    return found
 
 
 def noise(width: int = 64, height: int = 64) -> Image.Image:
@@ -51,20 +49,20 @@ def noise(width: int = 64, height: int = 64) -> Image.Image:
     return Image.fromarray(values)
 
 
-def test_patches_are_those_of_the_models_own_processor() -> None:
+def test_patches_are_those_of_the_models_own_processor(reader: PictureReader) -> None:
     """Values, order and normalisation are bit-equal to Qwen2-VL's processor in transformers."""
     module = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
     own = module.Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, do_resize=False)
 
     expected = own(images=[noise()], return_tensors="pt")["pixel_values"]
 
-    assert torch.equal(expected, READER.pixels_of(data_url(noise())))
+    assert torch.equal(expected, reader.pixels_of(data_url(noise())))
 
 
-def test_every_picture_is_resized_to_the_grid() -> None:
+def test_every_picture_is_resized_to_the_grid(reader: PictureReader) -> None:
     """Other sizes and colours give the same number of patches."""
     for image in (noise(7, 300), noise(640, 64).convert("L"), noise().convert("RGBA")):
-        assert (4 * PICTURE_TOKENS, 96) == tuple(READER.pixels_of(data_url(image)).shape)
+        assert (4 * PICTURE_TOKENS, 96) == tuple(reader.pixels_of(data_url(image)).shape)
 
 
 @pytest.mark.parametrize(
@@ -78,35 +76,35 @@ def test_every_picture_is_resized_to_the_grid() -> None:
         (data_url(noise())[:-40], "cannot be read"),
     ],
 )
-def test_what_is_no_picture_is_refused(url: str, message: str) -> None:
+def test_what_is_no_picture_is_refused(reader: PictureReader, url: str, message: str) -> None:
     """Addresses are not opened, and broken data is one line."""
     with pytest.raises(AskError, match=message):
-        READER.pixels_of(url)
+        reader.pixels_of(url)
 
 
-def test_a_huge_picture_is_refused_before_it_is_decoded() -> None:
+def test_a_huge_picture_is_refused_before_it_is_decoded(reader: PictureReader) -> None:
     """A small file that unpacks to gigabytes costs nothing."""
     bomb = data_url(Image.new("1", (8_000, 8_000)))
 
     with pytest.raises(AskError, match="8000 x 8000 pixels is too large"):
-        READER.pixels_of(bomb)
+        reader.pixels_of(bomb)
 
 
-def test_a_mark_becomes_the_pictures_tokens() -> None:
+def test_a_mark_becomes_the_pictures_tokens(reader: PictureReader) -> None:
     """Text before and after stays as it was."""
     prompt = ByteText().encode(f"see {MARK} there")
 
-    whole, (picture,) = READER.placed(prompt, [torch.zeros(1)])
+    whole, (picture,) = reader.placed(prompt, [torch.zeros(1)])
 
     assert whole[: picture.start] == ByteText().encode("see ")
     assert whole[picture.start + PICTURE_TOKENS :] == list(b" there")
 
 
-def test_each_picture_is_in_its_place() -> None:
+def test_each_picture_is_in_its_place(reader: PictureReader) -> None:
     """The first mark is the first picture's, the second the second's."""
     first, second = torch.zeros(1), torch.ones(1)
 
-    whole, pictures = READER.placed(ByteText().encode(f"{MARK} and {MARK}"), [first, second])
+    whole, pictures = reader.placed(ByteText().encode(f"{MARK} and {MARK}"), [first, second])
 
     assert [first, second] == [picture.pixels for picture in pictures]
     assert 1 + PICTURE_TOKENS + len(" and ") == pictures[1].start
@@ -120,13 +118,13 @@ SHOWING = (
 )
 
 
-def test_a_folders_template_places_pictures(tmp_path: Path) -> None:
+def test_a_folders_template_places_pictures(reader: PictureReader, tmp_path: Path) -> None:
     """By its own token, which clients cannot write."""
     make_text_folder(tmp_path, SHOWING)
     words = FolderText(tmp_path)
     token = words.chat([{"role": "user", "content": MARK}])[0]
     said = f"vow <|user|> {MARK} judge{MARK}"
-    picture_reader = replace(READER, mark_tokens=(token,))
+    picture_reader = replace(reader, mark_tokens=(token,))
 
     whole, pictures = picture_reader.placed(
         words.chat([{"role": "user", "content": said}]), [torch.zeros(1)] * 2
@@ -144,17 +142,17 @@ def test_a_folder_of_qwen_sees(tmp_path: Path) -> None:
     config = AutoConfig.for_model(family, **{**sizes, "image_token_id": 7})
     config.save_pretrained(tmp_path)
 
-    reader = served(str(tmp_path), SPEC).picture_reader
+    found = served(str(tmp_path), SPEC).picture_reader
 
-    assert reader is not None
-    assert (7,) == reader.mark_tokens
+    assert found is not None
+    assert (7,) == found.mark_tokens
 
 
 @pytest.fixture(scope="module")
-def asked() -> Iterator[tuple[Any, Scripted]]:
+def asked(reader: PictureReader) -> Iterator[tuple[Any, Scripted]]:
     """Asks a server whose model sees; the service remembers what it was asked."""
     service = Scripted()
-    endpoint = Endpoint(ModelCard("scripted", ByteText(), 256, 258, MARK), service, 1, picture_reader=READER)
+    endpoint = Endpoint(ModelCard("scripted", ByteText(), 256, 258, MARK), service, 1, picture_reader=reader)
     with http_factory.serving(endpoint, Metrics("scripted", service.snapshot)) as server:
 
         def ask(path: str, body: dict[str, Any]) -> tuple[int, Any]:
@@ -184,7 +182,7 @@ def text(words: str) -> dict[str, str]:
     return {"type": "text", "text": words}
 
 
-def test_a_picture_in_a_chat_reaches_the_service(asked: Any) -> None:
+def test_a_picture_in_a_chat_reaches_the_service(reader: PictureReader, asked: Any) -> None:
     """The ask has the patches, and its prompt their tokens right where the picture was shown."""
     ask, service = asked
 
@@ -193,7 +191,7 @@ def test_a_picture_in_a_chat_reaches_the_service(asked: Any) -> None:
     last = service.asks[-1]
     assert 200 == status
     (picture,) = last.pictures
-    assert torch.equal(READER.pixels_of(data_url(noise())), picture.pixels)
+    assert torch.equal(reader.pixels_of(data_url(noise())), picture.pixels)
     assert last.prompt[: picture.start] == (256, *b"user:\na ")
     assert last.prompt[picture.start + PICTURE_TOKENS :][:3] == (*b" b\n",)
     assert found["usage"]["prompt_tokens"] == len(last.prompt)
