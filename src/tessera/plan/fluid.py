@@ -146,10 +146,10 @@ class _Pace:
     """How a mixed group's steps go on average."""
 
     group: GroupDraft
-    # Of a mean step, and of one with prompt tokens.
+    # A mean step, and one with prompt tokens.
     price: StepPrice
     full: StepPrice
-    # That end per step.
+    # Ended per step.
     requests: float
     # Steps with a prompt's tokens.
     reading_steps: int
@@ -157,6 +157,10 @@ class _Pace:
     def slower(self, devices: Sequence[int]) -> float:
         """Time of a step with prompt tokens over that of a mean step."""
         return float(self.full.us[:, devices].sum() / self.price.us[:, devices].sum())
+
+
+# Size -> pace; sizes there are, by rounding; sizes that are always tried.
+Way = tuple[Callable[[int], _Pace | None], Callable[[int], int], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +339,7 @@ class FluidModel:
         """Drafts of groups whose steps have some tokens, and whose sequences have some number; None: does not
         fit. Beside the sizes that are always tried, each has the largest that fits.
         """
-        ways = [
+        ways: list[Way] = [
             (partial(self._steady, devices, microbatches, each), _rounded, self.step_tokens) for each in every
         ]
         if self.answers:

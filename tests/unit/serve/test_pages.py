@@ -83,7 +83,7 @@ def test_switched_off_nothing_is_found() -> None:
     pool.publish(page, key)
     pool.give_back([page])
 
-    assert ([[]], 2, 0) == (pool.find([key]), pool.num_free, pool.num_kept)
+    assert ([[]], 2) == (pool.find([key]), pool.num_free)
 
 
 @pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (PAGE, 1), (PAGE + 1, 2)])
