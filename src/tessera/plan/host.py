@@ -151,13 +151,20 @@ class _Moves:
 
 def _too_large(problem: Problem, labels: Labels, excess: Floats) -> PlanInfeasible:
     device = int(excess.argmax())
-    weights, size = problem.weights, problem.memory_bytes[device]
-    held = np.flatnonzero(weights.present(labels, problem.num_devices)[:, device])
-    largest = held[np.argsort(-weights.num_bytes[held])[:NAMED]].tolist()
-    named = ", ".join(f"{weights.names[n]} {units.size(weights.num_bytes[n])}" for n in largest)
+    weights, trace = problem.weights, problem.unit.graphs[-1].trace
+    first = {node: launch for launch, node in reversed([*enumerate(problem.node_of[-1].tolist())])}
+    pins = zip(weights.pin_item.tolist(), weights.pin_node.tolist(), strict=True)
+    launch_of = {item: first.get(node) for item, node in pins if labels[node] == device}
+    largest = []
+    for item in sorted(launch_of, key=lambda item: -weights.num_bytes[item])[:NAMED]:
+        launch = launch_of[item]
+        reader = "" if launch is None else f"{trace.kernel_of(launch).name} of "
+        largest.append(f"{reader}{weights.names[item]} {units.size(weights.num_bytes[item])}")
+    size = problem.memory_bytes[device]
+    weights_text = ", ".join(largest) or "none, only state and temporaries"
     return PlanInfeasible(
-        f"{problem.cluster.names[device]} would hold {units.size(size + excess[device])} and has "
-        f"{units.size(size)}; its largest weights: {named or 'none, only state and temporaries'}"
+        f"{problem.cluster.devices[device].name} would hold {units.size(size + excess[device])} and has "
+        f"{units.size(size)}; its largest weights: {weights_text}"
     )
 
 

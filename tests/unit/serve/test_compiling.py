@@ -1,6 +1,7 @@
 """Compiled steps captured in processes of their own: the traces of this process; what is refused."""
 
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -47,6 +48,12 @@ def steps_of(make: Make) -> tuple[ServedModel, list[Step]]:
     return model, [workload.step for workload in model.workloads]
 
 
+def without_files(trace: Trace) -> Trace:
+    """Triton's cache has code that another environment compiled, whose debug information names its files."""
+    kernels = (replace(kernel, ptx=re.sub(r"\.file\s.*", "", kernel.ptx)) for kernel in trace.kernels)
+    return replace(trace, kernels=tuple(kernels))
+
+
 def test_a_trace_is_that_of_one_process(make: Make) -> None:
     """Compiled elsewhere from the same folder."""
     with closing(CompileProcess(make, PROPERTIES, is_early=False)) as process:
@@ -54,7 +61,7 @@ def test_a_trace_is_that_of_one_process(make: Make) -> None:
         process.begin(steps[-1:])
         (trace,) = process.traces(steps[-1:], model.weights(), lambda what: None)
 
-    assert record_inductor_offline(model.workloads[-1]) == trace
+    assert without_files(record_inductor_offline(model.workloads[-1])) == without_files(trace)
     # Late inputs are read by nothing else, so that all before it is launched without them.
     late = {b for b in trace.buffers_of(BufferKind.INPUT) if trace.buffers[b].name in LATE_INPUTS}
     read = [{access.buffer for access in launch.accesses} for launch in trace.launches]
