@@ -5,7 +5,7 @@
     text -> lexer, parser -> Module -> flatten (calls) -> cfg -> scan -> fixpoint (values of addresses)
          -> classify (which buffer) -> analysis (accesses, extents, movable or why not) -> KernelReport
 
-The analysis is sound: no access is left out, and a kernel it cannot follow is immovable, with name and line.
+Sound: no access is left out, and a kernel that cannot be followed is immovable, with name and line.
 `tessera_ptx.interp.run` runs a launch on NumPy and marks every touched byte.
 """
 

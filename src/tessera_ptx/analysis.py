@@ -1,8 +1,8 @@
 """Accesses of each kernel of a module; raises ParseError only.
 
-A kernel is movable if every access is through a parameter or to a compiler-made constant table and nothing
-stopped the analysis. The host can set every named module variable by `cudaMemcpyToSymbol`, so only names that
-host code cannot spell are constant tables: function statics, literals, constant aggregates, switch and math
+A kernel is movable if every access is through a parameter or to a compiler-made constant table, and nothing
+stopped the analysis. The host can set every named module variable by `cudaMemcpyToSymbol`, so constant tables
+have names that host code cannot spell: function statics, literals, constant aggregates, switch and math
 tables.
 """
 
@@ -27,7 +27,7 @@ _PRIVATE = re.compile(r"_ZZ|(?:\$|_\$_)str|__const(?:\$|_\$_)|switch(?:\$|_\$_)t
 
 
 def analyze(text: str | bytes, file: str = "<ptx>") -> tuple[KernelReport, ...]:
-    # Parsing allocates millions of small objects and frees none, so garbage collection only costs time.
+    # Parsing allocates millions of objects and frees none: collection only costs time.
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -134,7 +134,7 @@ def _sums(offset: Sum | None, limits: tuple[ExtentLimit, ...]) -> list[Sum]:
 
 
 def _joined(exporter: Exporter, pieces: list[Piece]) -> tuple[ExtentPart, ...]:
-    """Joins accesses into one part per byte run."""
+    """One part per byte run."""
     runs: dict[Any, tuple[Piece, set[tuple[int, int]]]] = {}
     for piece in pieces:
         offset: Poly = piece.offset or {}

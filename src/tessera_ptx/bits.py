@@ -1,7 +1,6 @@
 """Bit operations on abstract numbers: masks, shifts, widening, pointer halves.
 
-Prefers identities that keep a pointer's base (`x & m = x - (x & ~m)`, `x | y = x + y - (x & y)`); known bits
-turn `or` into a sum.
+Prefers identities that keep a pointer's base (`x & m = x - (x & ~m)`, `x | y = x + y - (x & y)`).
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """Control-flow graph of a flat kernel.
 
-Blocks are in reverse post-order; unreachable ones are dropped. Guarded branches, returns and exits also fall
+Blocks are in reverse post-order, without unreachable ones. Guarded branches, returns and exits also fall
 through; `brx.idx` goes to every label of its list. Branches to unknown labels are stops.
 """
 

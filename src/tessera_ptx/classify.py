@@ -1,8 +1,8 @@
 """Maps addresses to parameters, symbols and tables.
 
-An address can have several candidate bases: 64-bit scalars look like pointers, and pointer differences are
+An address can have several candidate bases: 64-bit scalars look like pointers, pointer differences are
 offsets. `weights` selects the possible ones, given certain pointers: variables, `.ptr` parameters, direct
-operands of `cvta`, or the only candidate of an access. All candidates are reported, which is sound.
+operands of `cvta`, or the only candidate of an access. All are reported, which is sound.
 """
 
 from collections.abc import Iterable
@@ -81,7 +81,6 @@ class Classifier:
         return out
 
     def _candidates(self, poly: Poly) -> set[int]:
-        """First follows unknown factors, then not."""
         found = self._weights(poly)
         if any(w.loose for w in found.values()):
             followed = candidates(self.atoms, weights(self.atoms, poly, followed=True), self._sure)
@@ -158,7 +157,7 @@ class Classifier:
         return self._tainted(number)
 
     def _tainted(self, number: int) -> list[AccessTarget]:
-        """An opaque value may be any of its bases; a value computed from bases may be anything."""
+        """An opaque value may be any of its bases, a computed one anything."""
         out: list[AccessTarget] = []
         for inner in sorted(self.atoms.atoms[number].taint):
             out += [AccessTarget(t.kind, t.what, None) for t in self._expand(inner, None)]

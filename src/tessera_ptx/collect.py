@@ -1,4 +1,4 @@
-"""Collects the accesses of a kernel from its values, for `analysis`.
+"""Accesses of a kernel, from its values.
 
 An unclassified memory operand outside shared, local and parameter space makes the kernel immovable, with its
 line.
@@ -178,7 +178,7 @@ class _Collector:
             facts.stops.append((line, target.what))
 
     def _handed_over(self) -> None:
-        """An unknown function may access memory through every pointer argument."""
+        """Unknown functions may use every pointer argument."""
         for line, value in self.flow.call_arguments():
             for poly in value:
                 if self.flow.atoms.base_of(poly) or self.classifier.bases(poly):

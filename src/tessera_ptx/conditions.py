@@ -1,7 +1,7 @@
 """Integer comparisons that hold where an access happens.
 
-They come from the instruction's guard and from branches that dominate its block; a back-edge condition bounds
-a loop counter. A set is `complete` if nothing else decides the access; only then can an extent be exact. Not
+They come from the instruction's guard and branches that dominate its block; a back-edge condition bounds a
+loop counter. A set is `complete` if nothing else decides the access; only then can an extent be exact. Not
 handled: phis of predicates, floats, memory.
 """
 
@@ -66,7 +66,7 @@ class Conditions:
         return path.and_also(self._predicate(index, guard.reg, not guard.negated, 0))
 
     def want_loops(self) -> dict[int, Path]:
-        """Back-edge conditions of loops with one back edge, by header."""
+        """Conditions of single back edges, by loop header."""
         loops: dict[int, Path] = {}
         for header, block in enumerate(self.flow.graph.blocks):
             backs = [p for p in block.preds if p >= header]

@@ -1,4 +1,4 @@
-"""Errors of this library, each with the place it concerns, as `file:line` or `file:line:column`.
+"""Errors of this library, each with its place, `file:line` or `file:line:column`.
 
 Code that the analysis cannot follow is not an error: the report has the reason.
 """

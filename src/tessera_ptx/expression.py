@@ -4,10 +4,9 @@
     Leaf    ("special", name)           ("param", index, offset, width)        ("loop", id)
             ("op", id, name, bits, (Sum, ...))
             ("other", id, low, high, label)    anything within bounds: loaded values and the like
-            ("as", id, Leaf)                   the same quantity as another thread or iteration saw it
+            ("as", id, Leaf)                   the same, as another thread or iteration saw it
 
-Leaves are the same quantity iff they are equal. An `ExtentPart` is one access at such an offset, under
-`ExtentLimit`s.
+Leaves are the same quantity iff they are equal.
 """
 
 from collections.abc import Iterable

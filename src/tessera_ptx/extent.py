@@ -2,10 +2,10 @@
 
     extent.resolve(LaunchConfig(grid, block, params)) -> Intervals
 
-`Intervals` are half-open byte ranges relative to the pointer that cover everything the kernel can touch. An
-unbounded end is None: the buffer's end.
+`Intervals` are half-open byte ranges from the pointer that cover all that the kernel can touch. An unbounded
+end is None: the buffer's end.
 
-Known numbers are substituted. A sum whose 32-bit parts cannot wrap is expanded, else it ranges over its type.
+Known numbers are substituted. A sum whose 32-bit parts cannot wrap is expanded, others range over their type.
 Conditions clamp the sub-sums they compare. A loop is split into its first iteration and later ones, for which
 the previous back-edge condition held. The rest is a sum of arithmetic progressions, merged into intervals.
 Terms that share a variable are bounded independently, which only widens.
@@ -48,7 +48,7 @@ class LaunchConfig:
 
 @dataclass(frozen=True, slots=True)
 class Intervals:
-    """Disjoint, half-open, ascending; None is unbounded."""
+    """Disjoint and ascending."""
 
     spans: tuple[tuple[int | None, int | None], ...]
     # Every byte is touched; else an over-approximation.
@@ -238,7 +238,7 @@ class Solver:
         self.ranges[("loop", loop)] = (0, None)
         highs = [h for limit in limits if (h := self._last_turn(loop, limit)) is not None]
         self._open_loops.discard(loop)
-        # Results computed before the counter was bounded are stale.
+        # Results from before the counter was bounded are stale.
         self._leaves.clear()
         return 0, min(highs) if highs else None
 

@@ -1,9 +1,9 @@
 """Value analysis of one kernel: a sparse fixpoint over values that feed addresses.
 
-Nodes are definitions, phis and stores into frames that an address or its conditions depend on, evaluated from
-a queue in reverse post-order. A loop phi with a constant increment becomes `start + step * counter`; other
-changing phis become opaque and keep their bases. A kernel that exceeds its work limit restarts with `coarse`,
-which keeps bases without offsets; if that fails too, it is immovable.
+Nodes (definitions, phis, stores into frames) that an address or its conditions depend on are evaluated from a
+queue in reverse post-order. A loop phi with a constant increment becomes `start + step * counter`; other
+changing phis become opaque and keep their bases. A kernel beyond its work limit restarts with `coarse`, which
+keeps bases without offsets; if that fails too, it is immovable.
 """
 
 from collections.abc import Iterator

@@ -1,9 +1,9 @@
 """Inlines device functions into one flat instruction list.
 
-Each call is replaced by the body with names suffixed `@n`, so calls are analyzed separately. Parameters of
-the callee are the caller's variables, without copies. Stops, with name and line: recursion, external targets,
-calls through registers, call trees above `MAX_INSTRUCTIONS` or `MAX_COPIES`. `__assertfail` is dropped, since
-it only ends the program.
+Each call is replaced by the body with names suffixed `@n`, so calls are analyzed separately; its parameters
+are the caller's variables, without copies. Stops, with name and line: recursion, external targets, calls
+through registers, call trees above `MAX_INSTRUCTIONS` or `MAX_COPIES`. `__assertfail` is dropped: it only
+ends the program.
 """
 
 from collections.abc import Callable

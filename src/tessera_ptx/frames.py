@@ -1,9 +1,9 @@
 """Pointers in shared, local and call-parameter variables.
 
-A frame is one variable, its cells are (offset, width) of stores; stores at computed offsets keep the offset's
-bounds. Order is ignored: a load may see any store to its bytes, which is sound. A cell that changes often or
-holds many values is blurred: it keeps bases, drops offsets and only grows. Stores at computed offsets then
-become one store per width to any byte. This ends cycles through memory (`p = p + 4` in a stack slot, swaps).
+A frame is one variable, its cells are (offset, width) of stores; computed offsets keep their bounds. Order is
+ignored: a load may see any store to its bytes, which is sound. A cell with many changes or values is blurred:
+it keeps bases, drops offsets and only grows. Stores at computed offsets then become one store per width to
+any byte. This ends cycles through memory (`p = p + 4` in a stack slot, swaps).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -31,7 +31,6 @@ class Somewhere(NamedTuple):
         return (low is None or low < offset + width) and (high is None or high + self.width > offset)
 
 
-# Drops differing offsets.
 Blur = Callable[[Any, Value], Value]
 
 

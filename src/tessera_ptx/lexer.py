@@ -1,7 +1,7 @@
 """Splits text into statements and operand texts into nodes.
 
 Comments are blanked, and each statement is one match of `STATEMENT`; text between matches is an error. `.loc`
-and `.file` have no semicolon and are matched by their grammar, so an instruction on the same line is seen.
+and `.file` have no semicolon: they are matched by their grammar, so an instruction behind is seen.
 """
 
 import re

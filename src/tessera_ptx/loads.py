@@ -1,11 +1,11 @@
 """Loads and stores: parameters, module symbols, frames, other memory.
 
-A load of a parameter gives its bytes, of a frame what was stored there; any other load is a fresh `loaded`
-value with the bases it was read through, so a pointer from memory is reported with its table.
+A load of a parameter gives its bytes, of a frame what was stored there; any other is a fresh `loaded` value
+with the bases it was read through, so a pointer from memory is reported with its table.
 
-A computed 8-byte field of a struct parameter may be any field, except those with a half that is loaded as a
-float, multiplied by a register, or compared as signed. Reading a half proves nothing: `(unsigned)s.p & 15`
-tests alignment.
+A computed 8-byte field of a struct parameter may be any but those with a half that is loaded as a float,
+multiplied by a register, or compared as signed. Reading a half proves nothing: `(unsigned)s.p & 15` tests
+alignment.
 """
 
 from collections.abc import Iterable, Iterator
@@ -237,7 +237,7 @@ class LoadRules:
             return [self._param(node, self.entry.params[index].name, place, width, False)]
         if stray.width == width:
             return [stray.value]
-        # A computed narrow number cannot be part of a pointer.
+        # Computed narrow numbers are no part of a pointer.
         if stray.width < width and not self._any_carries([stray.value]):
             return []
         return [self.atoms.opaque((node.key, "piece"), stray.value)]

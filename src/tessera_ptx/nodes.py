@@ -1,8 +1,8 @@
-"""Graph of values that addresses depend on, evaluated by `fixpoint`.
+"""Graph of values that addresses depend on.
 
 A node is a definition, a phi or a store into a frame. Registers with several definitions get SSA versions on
 demand: `Definitions.reaching` finds the last definition in the block or walks up to a join, which becomes a
-phi. Work is linear in what feeds an address.
+phi.
 """
 
 from bisect import bisect_left
@@ -79,7 +79,7 @@ class Definitions:
                 break
             path.append(block)
             node = blocks[block]
-            # An entry block that is a loop header also has the outside predecessor.
+            # A loop header at the entry has an outside predecessor too.
             if len(node.preds) != 1 or block == 0:
                 key = ("phi", block, name) if node.preds else None
                 break
@@ -284,7 +284,7 @@ class Nodes:
             node.args.append(self.atoms.value(("frame", "shared", "?")))
 
     def _moved(self, instruction: Instruction) -> bool:
-        """A stored float that came by a move may be half of a pointer."""
+        """A moved float may be half of a pointer."""
         for operand in instruction.operands[1:2]:
             for item in operand.items if isinstance(operand, Vec) else (operand,):
                 for index in self.scan.defs.get(item.name, ()) if isinstance(item, Reg) else ():

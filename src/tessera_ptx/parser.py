@@ -1,4 +1,4 @@
-"""Parses PTX text into a `Module`; raises ParseError, nothing else.
+"""PTX text -> `Module`; raises ParseError, nothing else.
 
 Accepts PTX ISA 6 to 9 from nvcc, clang/llc, Triton and by hand. Opcodes are not checked, so newer ISAs parse.
 Parameters have natural alignment, as in CUDA launches. Names of nested scopes become `name#scope`, so each
@@ -244,7 +244,7 @@ class NameScope:
         self.families: dict[str, int] = {}
         self.renames: dict[str, str] = {}
         self.labels: dict[str, str] = {}
-        # A scope without declarations shares its parent's operand cache.
+        # Without declarations it shares its parent's operand cache.
         self.plain: frozenset[str] = frozenset() if parent is None else parent.plain
         self.reader: OperandReader = self._new_reader() if parent is None else parent.reader
 

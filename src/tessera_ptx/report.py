@@ -1,4 +1,4 @@
-"""Reports of kernels: records, and their sentences, tables, PTX lines and JSON."""
+"""Reports of kernels, with their sentences, tables, PTX lines and JSON."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence

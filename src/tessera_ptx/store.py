@@ -1,6 +1,6 @@
-"""Cache of reports by hash of the PTX text, in memory and optionally in a directory.
+"""Reports by hash of the PTX text, in memory and in a directory if given.
 
-An unreadable file is ignored and rewritten; only a forged file of the right shape can give a wrong result.
+An unreadable file is rewritten; only a forged file of the right shape gives a wrong result.
 """
 
 import hashlib

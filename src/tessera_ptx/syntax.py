@@ -1,9 +1,8 @@
 """Syntax tree of a PTX module, as returned by `parser.parse`.
 
-Function bodies are flat: names declared in a nested scope become `name#scope` (`%tmp#3`), unique in the
-function. `Function.labels` index `Function.body`. Instructions of the same spelling share `op`. Nodes are
-immutable and comparable. Lines and columns are 1-based. Not kept: comments, `.loc`, `.file`, `.section`
-contents, `.pragma` (except as function attributes).
+Function bodies are flat: names of nested scopes become `name#scope` (`%tmp#3`). `Function.labels` index
+`Function.body`. Instructions of the same spelling share `op`. Lines and columns are 1-based. Not kept:
+comments, `.loc`, `.file`, `.section` contents, `.pragma` (except as function attributes).
 """
 
 from collections.abc import Mapping

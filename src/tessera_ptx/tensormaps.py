@@ -3,7 +3,7 @@
 A map parameter stands for its buffer, at the map's offset. A map in memory is followed if this kernel wrote
 its address (`tensormap.replace ... global_address`), also through a copy from shared to global memory; else
 the access is indirect. A copy of a reused map takes the last edit before it if, outside loops, some thread
-certainly makes that edit (all, or `tid == 0`); else any edit.
+certainly makes it (all, or `tid == 0`); else any.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """Value rules of integer instructions, and facts from their spelling.
 
-A rule takes the atom table, the form, the definition's key and the source values. Identities that keep a
-pointer's base are preferred. Instructions without a rule give an opaque value tainted by its sources' bases.
+A rule takes the atom table, the form, the definition's key and the source values. Instructions without a rule
+give an opaque value tainted by its sources' bases.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """Abstract domain: possible values of a register.
 
-A value is a tuple of alternatives, each a polynomial with integer coefficients over atoms (`poly`). An
-address is `base + offset`: the base is a possible pointer with coefficient 1. Scaled pointers, pointer
-differences and loaded indices are never bases; two bases are two alternatives.
+A value is a tuple of alternatives, each a polynomial over atoms (`poly`). An address is `base + offset`: the
+base is a possible pointer with coefficient 1. Scaled pointers, pointer differences and loaded indices are
+never bases; two bases are two alternatives.
 
     atom                                     meaning
     ("param", index, offset, width)          bytes of a kernel parameter
@@ -156,7 +156,7 @@ class Atoms:
         level = max((self.level(p) for p in polys), default=UNIFORM)
         taint = frozenset[int]().union(*(self.taint(p) for p in polys))
         mask = op_mask(name, bits, span, [self.mask(p) for p in polys])
-        # A phi or selection keeps its base outside; a pointer inside is a base only if the whole may be one.
+        # A phi or selection keeps its base outside; a pointer inside is one only if the whole may be.
         base = bool(taint) and bits == 64 and not within(span, -_FAR, _FAR)
         size = 1 + sum(self.atoms[n].size for p in polys for mono in p for n in mono)
         level = IN_TIME if tag is not None else level
@@ -274,7 +274,7 @@ class Atoms:
         return frozenset(found)
 
     def may_carry(self, poly: Poly) -> bool:
-        """May be part of a pointer: copied from memory or cut from one.
+        """Copied from memory, or cut from a pointer.
 
         Values computed from thread indices, narrow parameters and counters are not.
         """

@@ -8,8 +8,7 @@ pointers are in every set.
 A weight is a polynomial over the other factors with rational coefficients (`x >> 2` weighs a quarter).
 Alternatives are examined one by one. Other operations (`sext`, `and`, opaque values) are `loose` if the term
 can reach another buffer, `near` if it can only be a distance; without division inside, a multiple of four
-weighs nothing. Terms within 64 KiB of zero are offsets. Too deep terms are loose, and the kernel is
-immovable.
+weighs nothing. Terms within 64 KiB of zero are offsets. Too deep terms are loose: the kernel is immovable.
 
 `followed` continues through divisions by unknowns (a factor `1/size`), widening and choices where a term is
 not near: in `stride * (slot / size)` nothing cancels `stride/size`, so slot is no pointer. If no address is
@@ -119,7 +118,7 @@ class _Weigher:
             tainted = [n for n in mono if at.atoms[n].taint]
             span = _span(at, mono, coeff * scale, factors) if tainted else (0, 0)
             if not within(span, -SMALL, SMALL):
-                # In a product of two 64-bit numbers either may be the scaled one.
+                # In a 64-bit product either may be the scaled one.
                 for number in tainted:
                     self._one(number, coeff * scale, _without(mono, number) + factors, span)
 
@@ -150,7 +149,7 @@ class _Weigher:
             self._hide(hidden, near)
 
     def _rounded(self, inside: frozenset[int]) -> None:
-        """The rounded part of several pointers may be a distance; of one it is not."""
+        """The rounded part of several pointers may be a distance, not of one."""
         if not self.followed or len(inside) > 1:
             self._hide(inside, near=True)
 

@@ -1,16 +1,15 @@
 """Builds the graph of a trace: edges, values, and launches tied by state.
 
-A launch that writes any byte of a buffer creates a new version (value) of all of it, and reads the previous
-version unless its write covers the buffer.
+A launch that writes any byte of a buffer creates a new version (value) of it, and reads the previous one
+unless its write covers the buffer.
 
-Hazards: launch b waits for an earlier launch a iff, on some byte of one buffer,
-  (RAW) a writes and b reads,  (WAR) a reads and b writes,  (WAW) both write.
+A launch waits for an earlier one iff they have a hazard (RAW, WAR, WAW) on some byte of one buffer.
 Edges that a longer path implies are dropped (transitive reduction); ancestors of a launch are the bits of one
 integer. A launch that returns a new buffer writes all of it. Atomic updates of one byte are ordered: a float
-sum depends on the order.
+sum depends on it.
 
-A much-used buffer is divided into shelves, byte ranges of the buffer or of one row (`fold`), so that a write
-to one slice of a cache is compared with its neighbours only.
+A much-used buffer is divided into shelves, byte ranges of it or of one row (`fold`): a write to one slice of
+a cache is compared with its neighbours only.
 """
 
 from collections import Counter, defaultdict
@@ -74,7 +73,7 @@ class Entries:
             self._filed.setdefault(number, []).append(seen)
 
     def near(self, region: Region, has_wide: bool = True) -> list[list[Seen]]:
-        """Lists of all entries the region can overlap, each oldest first.
+        """All entries that the region can overlap, each list oldest first.
 
         For a narrow region without the wide entries: all that it can cover.
         """
@@ -128,7 +127,7 @@ class History:
 
 
 def _shelves(accesses: Sequence[Access], size_bytes: int) -> Shelves:
-    """Divide the buffer, or a row of its commonest stride, whichever separates accesses better."""
+    """Divides the buffer, or a row of its commonest stride, whichever separates accesses better."""
     strides = Counter(a.region.dims[0][1] for a in accesses if a.region.dims)
     choices = [size_bytes, *(stride for stride, _ in strides.most_common(1) if stride < size_bytes)]
 
@@ -145,9 +144,9 @@ def hazards(trace: Trace) -> tuple[Edge, ...]:
 
 
 def direct_hazards(trace: Trace) -> tuple[Edge, ...]:
-    """Every conflicting pair of launches with each reason, unreduced; may be quadratic.
+    """Every conflicting pair of launches with each reason; may be quadratic.
 
-    Pairs with a covering write between them are omitted.
+    Omits pairs with a covering write between them.
     """
     return tuple(_scan(trace, is_reduced=False))
 

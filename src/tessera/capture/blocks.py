@@ -1,8 +1,7 @@
 """Memory blocks behind the tensors of a call.
 
-Tensors that share a storage are one block, passed as one tensor: the tensor itself if it is dense and there
-is no other, else the covered bytes. Positions are kept modulo `ALIGN`, since results of some kernels
-depend on alignment.
+Tensors that share a storage are one block, passed as one tensor: itself if dense and alone, else the covered
+bytes. Positions are kept modulo `ALIGN`: results of some kernels depend on it.
 """
 
 import inspect
@@ -20,8 +19,6 @@ ALIGN = 64
 
 @dataclass(frozen=True, slots=True)
 class BlockPart:
-    """Bytes `start` to `stop` of a storage."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -46,7 +43,7 @@ class MemoryBlock:
     parts: tuple[tuple[int, BlockPart], ...]
     start: int
     stop: int
-    # For each part the number of the first that is the same tensor object.
+    # For each part the first that is the same tensor object.
     objects: tuple[int, ...]
 
     @property
@@ -96,7 +93,7 @@ def handed(block: MemoryBlock, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def like(tensor: torch.Tensor, example: torch.Tensor) -> torch.Tensor:
-    """The tensor as the example: with its class, its attributes and its flag of gradients."""
+    """The tensor with the example's class, attributes and flag of gradients."""
     if isinstance(example, FakeTensor):
         return tensor
     with no_dispatch(), torch._C.DisableTorchFunctionSubclass():
@@ -135,7 +132,7 @@ def view_of(tensor: torch.Tensor, part: BlockPart) -> torch.Tensor:
 
 
 def fill(target: torch.Tensor, values: torch.Tensor) -> None:
-    """Copies `values` into `target`, whose elements may share memory."""
+    """Elements of `target` may share memory."""
     for dim, stride in enumerate(target.stride()):
         if stride == 0 and target.shape[dim]:
             target, values = target.narrow(dim, 0, 1), values.narrow(dim, 0, 1)

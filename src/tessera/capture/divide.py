@@ -1,11 +1,11 @@
-"""Divides products of a trace, so that a model larger than a device can be spread over several.
+"""Divides products of a trace: a model larger than a device is spread over several.
 
 A grouped product becomes parts with some experts each, and joins that copy rows; a plain product becomes
-parts of its output columns, which are concatenated. Values are those of the undivided product, but for a
-library's rounding of narrower products and of 16-bit experts. Parts are joined from the last to the first, so
-that the last ones can be joined on another device and cross as one.
+concatenated parts of its columns. Values are those of the undivided product, but for a library's rounding of
+narrower products and of 16-bit experts. Parts are joined from the last to the first, so that the last can be
+joined on another device and cross as one.
 
-Not handled: plain products with packed weights, and weights that another launch reads as well.
+Not handled: plain products with packed weights, and weights of several launches.
 """
 
 from collections import Counter
@@ -51,7 +51,6 @@ def division_for(cluster: Cluster, traces: Sequence[Trace]) -> DivideConfig | No
 def divided(
     cluster: Cluster, traces: Sequence[Trace], frequencies: Mapping[str, Sequence[float]]
 ) -> list[Trace]:
-    """The traces, divided if `division_for` gives a configuration."""
     config = division_for(cluster, traces)
     return list(traces) if config is None else [divide(trace, config, frequencies) for trace in traces]
 
@@ -200,7 +199,7 @@ class _Writer:
         return sum(often[first:last]) / sum(often)
 
     def _part(self, whole: int, first: int, last: int, width: int, turned: str = "") -> int:
-        """Bytes `first` to `last` of every `width` of a weight, named so for `execute.memory.part_of`."""
+        """Bytes `first` to `last` of every `width` of a weight, named for `execute.memory.part_of`."""
         buffer = self._trace.buffers[whole]
         size = buffer.size_bytes // width * (last - first)
         part = Buffer(f"{buffer.name}[{first}:{last}/{width}{turned}]", BufferKind.WEIGHT, size)

@@ -1,4 +1,4 @@
-"""A fake GPU: records a step without a GPU and without weights.
+"""A fake GPU: records a step without a GPU or weights.
 
 Torch switches devices through a c10 guard, which a CPU build lacks: a dummy whose methods return zero stands
 in for the one call that creates torch's replacement.
@@ -188,7 +188,7 @@ def on_device(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def run_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an operator on fakes, corrected where torch's fake differs from the real operator."""
+    """Corrects results where torch's fake differs from the real operator."""
     is_grouped = func is torch.ops.aten._grouped_mm.default and args[0].dim() == 2 and args[1].dim() == 3
     if is_grouped and args[0].dtype is not torch.bfloat16:
         return _grouped_product(args)
@@ -199,7 +199,7 @@ def run_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _grouped_product(args: tuple[Any, ...]) -> torch.Tensor:
-    """The fake takes bfloat16 only; GPUs take other floats, and align rows to 16 bytes too."""
+    """The fake takes bfloat16 only; GPUs take other floats and align rows to 16 bytes."""
     rows, weights = args[:2]
     unit, size = 16 // rows.itemsize, (len(rows), weights.shape[2])
     return torch.empty_strided(size, (-(-size[1] // unit) * unit, 1), dtype=rows.dtype, device=rows.device)

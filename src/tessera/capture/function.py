@@ -1,19 +1,19 @@
 """Capture of any callable over tensors: `tessera.capture(fn, *args, **kwargs)`.
 
-  inputs   tensors in the arguments and in objects among them, named by parameter and path ("cache.0.keys"),
+  inputs   tensors in arguments and objects among them, named by parameter and path ("cache.0.keys"),
            else `arg0`, `arg1`, ...
   weights  tensors that the callable holds (see `holders`)
   state    those of both that the call changes in place
-  outputs  returned tensors and those in returned objects, except those in memory that was passed in
+  outputs  returned tensors and those in returned objects, but for memory that was passed in
 
-A first call finds what is changed; every storage is saved before its first write and restored. Other values
-are fixed in the trace. Calls run under `no_grad` unless they reach an optimiser or differentiate.
+A first call finds what changes; every storage is saved before its first write and restored. Other values are
+fixed in the trace. Calls run under `no_grad` unless they reach an optimiser or differentiate.
 
-The program sees the class, the attributes and the flag of gradients of what it gave.
+The program sees class, attributes and flag of gradients of what it gave.
 
-Refused by name: replacing or adding held tensors (as the first step of most optimisers does), changing a
-plain value in an argument, resizing an argument, changing a tensor held by a closure alone, and changing an
-optimiser's settings on the host.
+Refused by name: replacing or adding held tensors (as the first step of most optimisers does), changing plain
+values in arguments, tensors that a closure alone holds, or an optimiser's settings on the host, and resizing
+arguments.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ from tessera.errors import CaptureError, MismatchError
 from tessera.ir import Region, Step
 from tessera.kernels.tensors import flat_bytes
 
-# Tensors that a thread's recording has put where a module holds others.
+# Tensors that a thread's recording put in place of a module's.
 exchanged_for = WeakTensorKeyDictionary()
 NO_GRAD = "does not require grad"
 KIND = "call"
@@ -49,7 +49,7 @@ FRESH_SEED = 7_093_127
 
 @dataclass(frozen=True)
 class Arguments:
-    """Tensors of one call by number, and the step's tensors by name."""
+    """A call's tensors by number, and the step's by name."""
 
     tensors: list[torch.Tensor]
     inputs: dict[str, torch.Tensor]
@@ -58,8 +58,6 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class NewResult:
-    """A result in new memory."""
-
     name: str
     storage: int
     size_bytes: int
@@ -94,7 +92,7 @@ class FunctionCall:
         # By the name of their first tensor.
         self.blocks = {names[block.first]: block for block in blocks.blocks_of(tensors)}
         self._examples = {name: tensors[block.first] for name, block in self.blocks.items()}
-        # Tensors the call may differentiate by: they change memory, not identity.
+        # Tensors to differentiate by: they change memory, not identity.
         self._leaves = {i: t for i, t in enumerate(tensors) if t.is_leaf and t.requires_grad}
         self.trains = torch.is_grad_enabled() and bool(finder.optimizers)
         try:
@@ -128,7 +126,7 @@ class FunctionCall:
         self._shape_results(result, keys)
 
     def _check_held(self, named: Any, arguments: Any, touched: set[int], varies: Callable[..., bool]) -> None:
-        """A gradient may be replaced if the call has not read the old one, and a constant may be added."""
+        """Gradients that the call has not read may be replaced, and constants added."""
         unread = {h.name for h in self._held if h.is_grad and blocks.storage_key(h.tensor) not in touched}
         before = {h.name: h.tensor for h in self._held} | _seen(named)
         given = _seen(blocks.flatten(self.fn, *arguments)[0])
@@ -249,7 +247,7 @@ class FunctionCall:
         return copies | {n: rng.seeded_state(n, FRESH_SEED + seed) for n in self.generators if n in copies}
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Binds another call's arguments; MismatchError if their structure differs."""
+        """MismatchError if the arguments' structure differs."""
         return self.at_its_turn(self.arguments(args, kwargs))
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -304,7 +302,7 @@ class FunctionCall:
 
     @contextmanager
     def _exchanged(self, numbered: Mapping[int, torch.Tensor]) -> Iterator[None]:
-        """In training, a parameter keeps its identity (for the optimiser) and takes the step's memory."""
+        """In training, a parameter keeps its identity, for the optimiser, in the step's memory."""
         pairs = []
         with ExitStack() as stack:
             for number, tensor in numbered.items():
@@ -353,7 +351,7 @@ class FunctionCall:
 
 
 def _alike(leaf: Any, fixed: Any) -> bool:
-    """Another tensor of its class, or an equal fixed value, may replace the captured one."""
+    """Another tensor of its class, or an equal value, may replace it."""
     kinds = torch.Tensor | bool | int | float | complex | str | bytes | torch.dtype | torch.device
     is_open = type(leaf) is type(fixed) and isinstance(fixed, kinds)
     return leaf is fixed or (is_open and (isinstance(fixed, torch.Tensor) or bool(leaf == fixed)))
@@ -372,7 +370,7 @@ def _seen(named: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _results(result: Any) -> list[tuple[str, Any]]:
-    """Returned values by name, then the tensors that returned objects hold."""
+    """Returned values by name, then tensors in returned objects."""
     named = [(blocks.path(keys), leaf) for keys, leaf in pytree.tree_flatten_with_path(result)[0]]
     named += [(held.name, held.tensor) for held in Finder(None, named).tensors]
     return [(_output_name(name), value) for name, value in named]

@@ -1,6 +1,6 @@
 """GraphStep: a torch.fx graph from Dynamo, with the names of its model.
 
-Dynamo passes weights without modules. Its metadata gives their origin: the step holds them as buffers with
+Dynamo passes weights without modules, and their origin as metadata: the step holds them as buffers with
 dotted names, and each node runs inside a call of an empty module named like its own, so a capture has the
 model's scopes and weight names.
 """
@@ -80,7 +80,7 @@ class _Nodes(torch.fx.Interpreter):
         self._left = list(graph.graph.nodes)
 
     def leave(self) -> None:
-        """Leaves autocast and levels of torch.func that nodes have entered, by the nodes meant for that."""
+        """Leaves autocast and levels of torch.func that nodes have entered."""
         num_entered = 0
         for node in self._left:
             name = getattr(node.target, "__name__", "")

@@ -1,12 +1,11 @@
 """What a callable holds: tensors (`Finder`) and Python state (`PyState`).
 
 Tensors are searched in modules and their lists and dicts, bound objects, closures, globals of the function's
-file, `functools.partial`, plain objects and containers. A tensor without a holder (a closure's variable, a
-tuple, a slot) can be read but not changed. Optimisers come last, so that modules name parameters. Not
-searched: objects deeper than `MAX_DEPTH`, globals of other files.
+file, `functools.partial`, plain objects and containers. A tensor without a holder (in a closure, tuple or
+slot) can be read but not changed. Optimisers come last, so that modules name parameters. Not searched:
+objects deeper than `MAX_DEPTH`, globals of other files.
 
-Python state that every call changes is refused with its line. Not searched: memory of extensions, files,
-other processes.
+Python state that every call changes is refused with its line.
 """
 
 import dis
@@ -57,7 +56,7 @@ class Held:
         return self.tensor if self.holder is None else self.holder[self.key]
 
     def put_back(self) -> None:
-        """Restores the tensor in its holder; a list that became shorter stays as it is."""
+        """A list that became shorter stays as it is."""
         if self.holder is None or (isinstance(self.holder, list) and self.key >= len(self.holder)):
             return
         self.holder[self.key] = self.tensor
@@ -79,7 +78,7 @@ class Finder:
 
     def __init__(self, fn: Callable[..., Any] | None, named: Sequence[tuple[str, Any]]) -> None:
         self.tensors: list[Held] = []
-        # Numbers of the tensors that objects among the arguments hold, and no module.
+        # Numbers of tensors that objects among the arguments hold, and no module.
         self.given: set[int] = set()
         self._in_modules: set[int] = set()
         self.modules: dict[str, torch.nn.Module] = {}
@@ -313,7 +312,7 @@ def seen(value: Any, depth: int = 0) -> Any:
 
 
 def _place_in(iterator: Iterator[Any]) -> str:
-    """Position of a built-in iterator; "" where this Python does not report it."""
+    """Position of a built-in iterator; "" where Python does not tell."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -323,17 +322,17 @@ def _place_in(iterator: Iterator[Any]) -> str:
 
 
 class PyState:
-    """Python values that are reached from some roots."""
+    """Python values reached from roots."""
 
     def __init__(self, *roots: Any) -> None:
         self.values: list[PyValue] = []
         self.arrays: list[tuple[str, np.ndarray[Any, Any]]] = []
-        self._seen: dict[int, Any] = {}  # keeps ids from being reused
+        self._seen: dict[int, Any] = {}
         for root in roots:
             self._look("", root, 0)
 
     def refuse_shared(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Refuses arrays over the memory of varying tensors: reads through them are invisible."""
+        """Refuses arrays over varying tensors: reads through them are invisible."""
         bounds = {name: _bounds(tensor) for name, tensor in tensors.items()}
         for name, array in self.arrays:
             start, stop = np.lib.array_utils.byte_bounds(array)

@@ -1,19 +1,19 @@
 """record_inductor: Workload -> Trace of the launches of its Inductor-compiled code.
 
-The step is compiled region by region, called once to finish autotuning, and observed in a second call.
-Accesses of Triton launches are proved from PTX; an unproved launch is immovable, with the reason, and may
-touch all its buffers. Inductor's allocations appear at their first use. Compiled code has no module calls, so
-a launch's scope (`scoped`) is the module of a weight that only it reads, else the previous launch's.
+The step is compiled by region, called once to finish autotuning, and observed in a second call. Accesses of
+Triton launches are proved from PTX; an unproved one is immovable and may touch all its buffers. Inductor's
+allocations appear at their first use. Compiled code has no module calls: a launch's scope (`scoped`) is the
+module of a weight of its own, else the previous one's.
 
-Linear layers become one matrix product over all rows: a batched one would read the weight once per row.
-Attention becomes the operator that every GPU runs, or torch's choice with `portable=False`.
+Linear layers become one product over all rows: a batched one would read the weight once per row. Attention
+becomes the operator that every GPU runs, or torch's choice with `portable=False`.
 
-The graph is cut where the model's blocks begin, so that repeated blocks compile once. A cut moves back behind
-the last library call, and is dropped if memory created before is written behind it. Regions share code only
-with equal operators (`GraphRegion.key`), argument layouts and aliasing (`alike`).
+The graph is cut where blocks of the model begin: repeated ones compile once. A cut moves back behind the last
+library call; it is dropped if it divides memory from its last write. Regions share code if operators
+(`GraphRegion.key`), argument layouts and aliasing (`alike`) are equal.
 
 The static launcher is off (it drops PTX), caches are off (kernels may come from other settings), and memory
-is not reused, which would tie unrelated launches.
+is not reused, which would tie launches.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ ALLOCATORS = frozenset(
     {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
 )
 _LIBRARY = ("mm", "convolution", "attention", "addmv", "linear")
-# Set where this torch has them: the static launcher had two names.
+# Set where this torch has them: the static launcher has two names.
 CONFIG: dict[str, Any] = {
     "use_static_triton_launcher": False,
     "use_static_cuda_launcher": False,
@@ -120,7 +120,7 @@ class StepTracer(OperatorMode):
 
 @functools.cache
 def _compiles_groups(dtype: torch.dtype) -> bool:
-    """Compiling asks for the shape of the result, which older versions of torch give for bfloat16 alone."""
+    """Compiling needs the result's shape, which older versions of torch give for bfloat16 alone."""
     x, weights = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((4, 16), (2, 16, 16)))
     try:
         torch._grouped_mm(x, weights, offs=torch.empty(2, dtype=torch.int32, device="meta"))
@@ -130,7 +130,7 @@ def _compiles_groups(dtype: torch.dtype) -> bool:
 
 
 def _is_unknown(value: Any) -> bool:
-    """A tensor made from Python numbers has values."""
+    """Tensors made from Python numbers have values."""
     return isinstance(value, FakeTensor) and value.constant is None
 
 
@@ -235,7 +235,7 @@ def _region(traced: StepTracer, inside: list[Node], gives: list[Node], dead: set
 
 
 def _contents(node: Node, tensor: torch.Tensor) -> Any:
-    """By its bytes if only copied from, else by identity."""
+    """By bytes if only copied from, else by identity."""
     is_copied = all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
     if not is_copied or tensor.numel() > 1024:
         return id(tensor)
@@ -252,7 +252,6 @@ Code = tuple[Callable[..., Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]
 @dataclass(eq=False)
 class CompiledStep:
     _regions: Sequence[GraphRegion]
-    # By name, of weights, inputs and state.
     _placeholders: Sequence[dict[str, Node]]
     _outputs: dict[str, Node]
     _settings: dict[str, Any]
@@ -373,7 +372,7 @@ def _borders(module: torch.nn.Module, tracer: StepTracer) -> Iterator[None]:
 
 
 def _blocks(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Outermost composite modules in a list with others of their class."""
+    """Outermost composite modules listed with others of their class."""
     is_list = isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)
     kinds = Counter(type(child) for child in module.children())
     for child in module.children():

@@ -1,7 +1,7 @@
 """Inductor without a GPU: the same launches on fake tensors, with kernels compiled to PTX but not loaded.
 
-Not known: decisions Inductor makes by timing. The autotuner's first configuration is taken; constant folding
-and padding of matrix products by trial are off.
+Not known: Inductor's decisions by timing. The autotuner's first configuration is taken; constant folding and
+padding by trial are off.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ def properties_of(ordinal: int) -> SimpleNamespace:
     return SimpleNamespace(**{name: getattr(real, name, value) for name, value in vars(PROPERTIES).items()})
 
 
-# Off: passes that run or time operators while compiling, and compile workers, which do not see these patches.
+# Off: passes that run or time operators, and compile workers, which do not see these patches.
 CONFIG: dict[str, Any] = {"joint_graph_constant_folding": False, "shape_padding": False, "compile_threads": 1}
 
 
@@ -81,8 +81,8 @@ def _driver(target: Any) -> Any:
 
 @contextlib.contextmanager
 def _without_caches() -> Iterator[None]:
-    """Clears what torch caches about Triton, the GPU and compiled kernels, before and after. A kernel
-    compiled here has no handle: a later compilation of the same source for a GPU must not find it.
+    """Clears torch's caches before and after: a kernel compiled here has no handle, so a later compilation of
+    the same source for a GPU must not find it.
     """
     from torch._inductor.async_compile import CompiledTritonKernels
     from torch._inductor.codecache import PyCodeCache

@@ -1,9 +1,9 @@
-"""Operator schemas, tensor geometry, and refusals, for all front ends.
+"""Operator schemas, tensor geometry, and refusals.
 
 An argument that the schema marks as written is also read, unless overwritten: copy_, zero_, fill_, `out`.
 
-A tensor subclass that wraps others (such as torchao's quantised weights) has no memory of its own. Capture
-names its parts ("proj.weight.qdata") and records the operators on them.
+A tensor subclass that wraps others (torchao's quantised weights) has no memory. Its parts are named
+("proj.weight.qdata"), and operators on them recorded.
 """
 
 import functools
@@ -37,9 +37,9 @@ METADATA = frozenset({"aten::is_same_size", "aten::_has_same_storage_numel"})
 Recorded = tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]
 Results = tuple[Any, ...] | list[Any]
 _PACKAGES = f"site-packages{os.sep}"
-# In training, these update running statistics that their schemas do not declare.
+# In training, these update statistics that their schemas do not declare.
 SILENT_WRITERS = frozenset({"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"})
-# Other namespaces have operators that nobody has tested here.
+# Operators of other namespaces are untested.
 TESTED = frozenset({"aten", "prims", "tessera"})
 # Arguments whose values decide result sizes; for others with torch's tag, all do.
 DECIDERS = {
@@ -64,7 +64,7 @@ _TORCHS_ERRORS = (
 
 
 def split(func: Any, recorded: Recorded, results: Results) -> Iterator[tuple[Recorded, Results]]:
-    """Operators over lists of tensors become one launch per tensor: parameters may differ in device."""
+    """Operators over lists become one launch per tensor: parameters may differ in device."""
     args, kwargs = recorded
     first = args[0] if args else None
     is_list = isinstance(first, tuple) and func._schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
@@ -134,7 +134,7 @@ def argument_accesses(schema: Any, args: tuple[Arg, ...], kwargs: dict[str, Arg]
 
 
 def whole_buffers(launch: Launch, buffers: Sequence[Buffer], mutated: Set[int]) -> tuple[Access, ...]:
-    """All of every buffer, for an unproved launch; weights are written only where the compiler says so."""
+    """All of every buffer, for an unproved launch; weights are written only where the compiler says."""
     accesses: dict[int, Access] = {}
     for place, arg in enumerate(launch.args):
         for view in arg_views(arg):
@@ -171,15 +171,13 @@ def _folder(file: str | None) -> str:
     return str(Path(file or "").parent) + os.sep
 
 
-# Frames of torch, Python, and Tessera except capture's models are not the program's.
+# Frames in these, but for capture's models, are not the program's.
 _TORCH, _NUMPY, _PYTHON = (_folder(module.__file__) for module in (torch, np, os))
 _TESSERA = str(Path(__file__).parents[1]) + os.sep
 _MODELS = f"{_folder(__file__)}models{os.sep}"
 
 
 class _LastRefusal(threading.local):
-    """Last refusal of this thread, in case the program catches it."""
-
     error: CaptureError | None = None
 
 
@@ -269,7 +267,7 @@ def check_operator(
         if func is torch.ops.aten._nested_tensor_from_mask_left_aligned.default:
             message = "TransformerEncoder reads on the host whether padding is at the end"
             fail(message, "Make it with enable_nested_tensor=False.")
-        # A function of several operators reads by an operator that the program does not name.
+        # Functions of several operators read by one that the program does not name.
         is_plain = func is torch.ops.aten._local_scalar_dense.default
         refuse_read((is_plain and _program_call()) or str(func))
     if _sizes_by_value(func) and any(map(varies, tree_leaves(_deciding(func, args, kwargs)))):
@@ -324,7 +322,7 @@ def have_same_bits(one: Any, other: Any) -> bool:
 
 
 def check_declared(func: Any, given: tuple[Any, Any], tried: tuple[Any, Any]) -> None:
-    """`tried`: copies of the arguments that are given, after a call with them."""
+    """`tried`: copies of `given`, after a call with them."""
     named = [
         (argument.name, is_write, leaf, after)
         for (argument, value, is_write), (_, left, _) in zip(

@@ -1,25 +1,24 @@
 """Kernels that a program launches itself, without the dispatcher.
 
-    with own_launches():           CudaKernels and Triton kernels run on the device of their tensors
-    with inductor_launches(see):   `see` gets every launch of an Inductor-made kernel, after it ran
+    with own_launches():           CudaKernels and Triton kernels run where their tensors are
+    with inductor_launches(see):   `see` gets launches of Inductor's kernels, after they ran
 
-The innermost dispatch mode of the thread that has a method `own_launch` gets every launch first.
+The thread's innermost dispatch mode with a method `own_launch` gets every launch first.
 
 A launch runs on a GPU, in the PTX interpreter on a CPU, and not at all on fake tensors. Kernels launched by
-an operator belong to it. Without a GPU, Triton compiles for `TARGET` and an autotuner
-takes its first configuration.
+an operator belong to it. Without a GPU, Triton compiles for `TARGET` and an autotuner takes its first
+configuration.
 
-A `CudaKernel` is a kernel of PTX or CUDA C++ that a program launches itself:
+A `CudaKernel` is made of PTX, or of CUDA C++ with `extern "C"` entries:
 
     scale = tessera.CudaKernel(source, "scale")
     scale[grid, block](y, x, 2.0, n)
 
-`source` is PTX, or CUDA C++ with `extern "C"` entries. Grid and block have one to three sizes. Arguments are
-tensors for pointers, numbers, or a list of tensors for a table of addresses. CPU launches run in the PTX
-interpreter; a capture records accesses proved from the code. Not handled: struct parameters and textures.
+Arguments are tensors for pointers, numbers, or a list of tensors for a table of addresses. A capture records
+accesses proved from the code. Not handled: struct parameters and textures.
 
-Pointer tables are tensors of addresses. `read_table` replaces each entry by the tensor it points into, so a
-recorded launch names buffers, and each run writes a table with its own addresses.
+`read_table` replaces each address in a table by the tensor it points into, so a launch names buffers, and
+each run writes a table of its own addresses.
 
 Refused: kernels of `torch.cuda._compile_kernel`, whose code torch does not keep. Not seen: kernels of CuPy,
 Numba or ctypes.
@@ -174,7 +173,7 @@ def block_of(kernel: Kernel) -> Grid:
 
 
 def _observer() -> Any:
-    """The mode of this thread that records launches; none inside an operator, whose launches are its own."""
+    """The mode of this thread that records launches; none inside an operator."""
     modes = _get_current_dispatch_mode_stack()
     return next((mode for mode in reversed(modes) if hasattr(mode, "own_launch")), None)
 
@@ -307,7 +306,7 @@ _moved: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 def standing_for(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
 ) -> contextlib.AbstractContextManager[Any]:
-    """An address in the first of a pair means the same place in the second."""
+    """Addresses in the first of a pair mean the same place in the second."""
     return unittest.mock.patch(f"{__name__}._moved", [*_moved, *pairs])
 
 

@@ -1,7 +1,7 @@
 """Host reads of tensors while a step is recorded.
 
-A value read on the host may decide a number, shape or branch, which a recording would keep as a constant. A
-read of a tensor that depends on the request is refused with its line:
+A value read on the host may decide a number, shape or branch, which a recording keeps as a constant. A read
+of a tensor that depends on the request is refused with its line:
 
   values     item, bool, int, float, index, tolist, numpy, np.asarray, printing, pickling and copying
   addresses  data_ptr, DLPack, shared memory: reads through them are not seen
@@ -9,9 +9,8 @@ read of a tensor that depends on the request is refused with its line:
   clocks     time, datetime, os.urandom: different in every call
 
 Methods of torch's classes are replaced while a thread records; Python's profiling hook sees clocks and
-methods saved earlier (docs/capture.md). Functions of torch are met in the dispatcher, by whatever name they
-are called, at a key that only the recording thread has. While `traced`, libraries do not check inputs by
-value.
+methods saved earlier (docs/capture.md). Functions of torch are met in the dispatcher, under any name, at a
+key that only the recording thread has.
 """
 
 import datetime
@@ -286,5 +285,5 @@ def calls_refused(hook: Any = _check_call) -> Iterator[None]:
 
 
 def calls_allowed() -> AbstractContextManager[None]:
-    """Within an operator, where no call is the program's: the hook is slow."""
+    """Within an operator no call is the program's, and the hook is slow."""
     return calls_refused(None) if sys.getprofile() is _check_call else nullcontext()

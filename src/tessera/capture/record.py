@@ -1,8 +1,8 @@
 """Records a workload (`record`) or a step on any device (`record_step`) as a Trace.
 
-A step is recorded twice, with different values and the Python state of the first call. Both recordings must
-be equal: a number that differs was read unseen or is kept in Python (see `reads`, `holders`). If the first
-call only sets up, the second and third must agree. Built-in models on fake tensors are recorded once.
+A step is recorded twice, with different values and the Python state of the first call. Both must be equal: a
+number that differs was read unseen or is kept in Python (see `reads`, `holders`). If the first call only sets
+up, the second and third must agree. Built-in models on fake tensors are recorded once.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ from tessera.capture.workload import UNFIT, Tensors, Workload, on_device
 from tessera.errors import CaptureError, UnknownName
 from tessera.ir import GENERATOR, Arg, BufferKind, Launch, Step, Trace, View, verify
 
-# Attention kernels that all GPUs of a mixed set can run.
+# Attention kernels for all GPUs of a mixed set.
 PORTABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -36,7 +36,7 @@ VARYING = frozenset({BufferKind.INPUT, BufferKind.STATE})
 
 
 def record(workload: Workload, varying: frozenset[BufferKind] = VARYING) -> Trace:
-    """`varying`: kinds of buffer that the program must not read on the host."""
+    """`varying`: kinds of buffer not to be read on the host."""
     devices = {str(t.device) for t in workload.make_inputs(0).values()} or {"cpu"}
     return Recordings(workload, max(devices), varying).agreed()
 
@@ -74,7 +74,7 @@ def _record_fake(workload: Workload, is_compared: bool) -> Trace:
 
 @dataclass(frozen=True)
 class Recordings:
-    """Recordings of a workload on one device, with values that differ by seed."""
+    """Values differ by seed."""
 
     workload: Workload
     device: str = "cpu"

@@ -1,14 +1,13 @@
 """Recorder: PyTorch's dispatched operators as a Trace.
 
 An operator is a launch iff it writes an argument (by schema) or returns new storage; otherwise it is a view.
-Aliasing is decided by storage identity, since some operators alias undeclared; the trace lists those. A
-tensor made from Python values is a constant in the trace; moving it to the step's device is no launch.
+Aliasing is by storage identity: some operators alias undeclared, and the trace lists those. A tensor made
+from Python values is a constant; moving it to the step's device is no launch.
 
 A buffer varies if a request decides its contents: inputs, state, random numbers, and results of these. Its
 host reads are refused (see `operators` and `reads`).
 
-A launch belongs to the running module's path; a backward launch to its forward's, by torch's sequence
-numbers.
+A launch belongs to the running module's path, a backward one to its forward's, by torch's sequence numbers.
 """
 
 import copy
@@ -88,7 +87,7 @@ class Ledger:
         self._fill(self._add(tensor, Buffer(name, BufferKind.WEIGHT, size, operators.contents(tensor))))
 
     def copy(self, buffer: int, tensor: torch.Tensor) -> Launch:
-        """Copies all bytes of a buffer to a new one, which becomes the tensor's."""
+        """Copies a buffer to a new one, which becomes the tensor's."""
         size, clone = self.buffers[buffer].size_bytes, torch.ops.aten.clone.default
         to = self._add(tensor, Buffer(f"t{len(self.buffers)}", BufferKind.TEMPORARY, size))
         source, copy = (View(index, "uint8", (size,), (1,)) for index in (buffer, to))
@@ -166,7 +165,7 @@ class Ledger:
     def kernel_launch(
         self, seen: OwnLaunch, view: Callable[[torch.Tensor], View] | None = None, scope: str = ""
     ) -> Launch:
-        """Launch of a PTX kernel, which without a proof may touch all its buffers."""
+        """Without a proof the kernel may touch all its buffers."""
         args = tuple(self.arg(a, view) for a in seen.args)
         kernel = self.kernel(seen.kernel)
         launch = Launch(kernel, args, (), (), (), scope, grid=seen.grid, block=seen.block)
@@ -252,7 +251,7 @@ class HostRead(ValueError):
 
 
 class OperatorMode(TorchDispatchMode):
-    """`operate` gets every operator that may compute; wrapped tensors are seen from the inside."""
+    """`operate` gets every operator that may compute, on the parts of wrapped tensors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -274,8 +273,6 @@ class OperatorMode(TorchDispatchMode):
 
 
 class NoReads(OperatorMode):
-    """Host reads of tensors are errors."""
-
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             raise HostRead(f"{operators.program_line()} reads a tensor's value on the host")
@@ -292,7 +289,7 @@ def run_operator(run: Callable[..., Any], func: Any, args: tuple[Any, ...], kwar
 
 
 class Recorder(OperatorMode):
-    """While entered, the operators, kernels and host reads of this thread belong to the step."""
+    """While entered, operators, kernels and host reads of this thread belong to the step."""
 
     def __init__(
         self, module: torch.nn.Module, recorded_on: str, varying: frozenset[BufferKind] = frozenset()
@@ -306,7 +303,7 @@ class Recorder(OperatorMode):
         self._aliases: Counter[str] = Counter()
         self._varying_kinds, self._varying = varying, set[int]()
         self._contexts = ExitStack()
-        # Constants that the call itself makes of Python values.
+        # Constants that the call makes of Python values.
         self._made = set[int]()
         self.places: list[str] = []
 
@@ -380,7 +377,7 @@ class Recorder(OperatorMode):
         return result
 
     def _unshare(self, tensor: torch.Tensor) -> None:
-        """What a call makes of Python values and then writes is a copy of the constant."""
+        """A constant that the call made and then writes becomes a copy."""
         buffer = self._ledger.find(tensor)
         if buffer in self._made and buffer is not None and self._ledger.buffers[buffer].constant_hex:
             self._add_launch(self._ledger.copy(buffer, tensor))
@@ -463,7 +460,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 class Watch(Recorder):
-    """Notes which storages a call touches, and saves each before its first write."""
+    """Notes storages that a call touches, and saves each before its first write."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], fixed: Collection[str]) -> None:
         """`tensors`: one of each storage; `fixed`: those that no request decides."""

@@ -1,8 +1,8 @@
 """Random generators as state of a step.
 
 A launch that draws reads and writes the state of its device's default generator: a buffer "rng:cpu" or
-"rng:cuda:0". So draws keep their order and repeat on another device. A request starts with a generator seeded
-by its seed; a captured call with the program's generator state (`entered`).
+"rng:cuda:0". So draws keep their order and repeat on another device. A request's generator is seeded by its
+seed; a captured call starts with the program's state (`entered`).
 
 Refused with the program's line: other generators, and steps that seed or draw without a declaring operator
 (`Draws` compares states around every draw).

@@ -1,4 +1,4 @@
-"""Workload: a callable step with named inputs, state and outputs, built from a `Step` record alone.
+"""Workload: a callable step with named inputs, state and outputs, built from a `Step` alone.
 
 `fresh` draws new values like those of an example:
   floats     between its minimum and maximum; non-finite values stay
@@ -78,7 +78,7 @@ class Workload:
         return {**tensors, **fresh(without_generators(tensors), seed, is_mild)}
 
     def varied(self) -> "tuple[Self, str]":
-        """A program that raises on fresh values gets milder ones, then its example."""
+        """If the program raises on fresh values: milder ones, then its example."""
         if not self.gives_example:
             return self, "drawn by the model's own maker of inputs"
         for is_mild in (False, True):
@@ -110,8 +110,8 @@ class Workload:
 
 
 def move(module: torch.nn.Module, device: str | torch.device) -> None:
-    """Leaves a module alone that is there: packed weights cannot be moved while anything refers to them
-    weakly, as the memory of a fake mode does.
+    """Does nothing if it is there: packed weights cannot move while anything, such as a fake mode, refers to
+    them weakly.
     """
     place = torch.empty(0, device=device).device
     if any(tensor.device != place for tensor in chain(module.parameters(), module.buffers())):
@@ -119,7 +119,7 @@ def move(module: torch.nn.Module, device: str | torch.device) -> None:
 
 
 def on_device(workload: Workload, device: str) -> Workload:
-    """The workload on a device; its module itself is moved."""
+    """Moves the module itself."""
     move(workload.module, device)
 
     def moved(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -66,9 +66,7 @@ def _scalar(value: Any) -> Any:
 def write_whole(
     path: str | Path, chunks: Iterable[bytes], remedy: str = "Choose a place that can be written."
 ) -> None:
-    """Renames a temporary file. Symlinks are followed; a special file (/dev/null, a pipe) is written in
-    place.
-    """
+    """Renames a temporary file. Follows symlinks; writes special files (/dev/null, a pipe) in place."""
     is_file = Path(path).is_file() or not Path(path).exists()
     target = Path(os.path.realpath(path))
     part = target.with_name(f".{target.name}.{os.getpid()}.part")

@@ -1,10 +1,9 @@
 """Dependencies of a trace, values, and work units.
 
-A value is one version of a buffer, so an overwritten temporary makes no edge between readers of the old
-version and the next writer.
+A value is one version of a buffer: a write makes another value.
 
-`StepFamily` interpolates a step from a few recordings: sizes, strides, offsets and extents are linear in the
-step's sizes, and recordings that differ otherwise are refused. Interpolated traces are for planning only.
+`StepFamily` interpolates a step: sizes, strides, offsets and extents are linear in the step's sizes; other
+differences are refused. Interpolated traces are for planning only.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,12 +20,12 @@ from tessera.errors import MismatchError, TesseraError
 from tessera.ir.trace import Access, BufferKind, Launch, Region, Step, Trace
 
 PLACE = "--counts"
-# Requests are simulated run by run: a thousand runs of a small step take seconds.
+# Simulated run by run: a thousand runs of a small step take seconds.
 MAX_RUNS = 1 << 15
 
 
 def joined(num: int, sets: Iterable[Sequence[int]]) -> list[int]:
-    """Number -> the representative of all numbers that sets with common members tie to it."""
+    """Number -> the representative of all that sets with common members tie to it."""
     parent = list(range(num))
 
     def find(x: int) -> int:
@@ -42,7 +41,7 @@ def joined(num: int, sets: Iterable[Sequence[int]]) -> list[int]:
 
 
 def ancestors(num: int, pairs: Iterable[tuple[int, int]]) -> list[int]:
-    """Number -> bits of all smaller ones that pairs (smaller, larger) lead from."""
+    """Number -> bits of all smaller ones with a path to it."""
     sources: list[list[int]] = [[] for _ in range(num)]
     for src, dst in pairs:
         sources[dst].append(src)
@@ -157,10 +156,10 @@ def check_steps(traces: Sequence[Trace]) -> None:
 
 
 def widened(traces: Sequence[Trace]) -> list[Trace]:
-    """Recordings of a step at several sizes, known to the same detail.
+    """Recordings at several sizes, known to the same detail.
 
-    Where a launch is analyzed less exactly at one size, its access is of the whole buffer there. Such an
-    access is of the whole buffer at every size, and reads it, as the bytes that are not written stay.
+    An access that is of the whole buffer at one size, where the analysis was less exact, becomes so at every
+    size, and reads it, as the bytes that are not written stay.
     """
     if len({len(trace.launches) for trace in traces}) > 1:
         return list(traces)
@@ -257,7 +256,7 @@ class _Interpolation:
         return parts[-1]
 
     def _place_of(self, values: Sequence[Any], *path: Any) -> int | None:
-        """Place of the part that interpolates these values, one of each recording. None: they are equal."""
+        """Place of the part that interpolates one value of each recording. None: they are equal."""
         one = values[0]
         if any(type(other) is not type(one) for other in values):
             raise _Differs(*path)

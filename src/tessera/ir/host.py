@@ -1,4 +1,4 @@
-"""NUMA nodes, their cores and memory, caches and vector instructions of this machine."""
+"""NUMA nodes with their cores and memory, caches and vector instructions of this machine."""
 
 import os
 import platform
@@ -30,7 +30,7 @@ def host_nodes() -> tuple[HostNode, ...]:
     for path in sorted(NODES.glob("node[0-9]*")):
         words = _text(path / "meminfo").split()
         sizes[path] = int(words[words.index("MemTotal:") + 1]) if "MemTotal:" in words else 0
-    total = memory_bytes()  # nodes may not count memory that was added to a running machine
+    total = memory_bytes()  # nodes may not count memory added at run time
     nodes = []
     for path, size in sizes.items():
         cores = tuple(c for c in _numbers(_text(path / "cpulist")) if c in usable)
@@ -50,7 +50,7 @@ def available_bytes() -> int:
 
 
 def cache_bytes() -> int:
-    """All last-level caches of the cores that this process may use."""
+    """Last-level caches of the cores that this process may use."""
     sizes: dict[str, int] = {}
     for core in os.sched_getaffinity(0):
         last = max((CPUS / f"cpu{core}/cache").glob("index[0-9]"), default=CPUS)

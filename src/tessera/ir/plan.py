@@ -1,10 +1,10 @@
-"""Plans and programs. A plan is a mix of placements, its lanes, each with a share of the requests. All
-figures are modelled.
+"""Plans and programs. A plan is a mix of placements, its lanes, with shares of the requests. All figures are
+modelled.
 
 A program is one lane lowered to an instruction list per device, in trace order. A send follows its producer
 and a receive precedes its first reader, so devices cannot deadlock. A value is sent once per destination.
 Weights that a device does not hold are fetched from a host's memory into one of `SLOTS` places: the first
-before the step, each other one after the launch that used its place before.
+before the step, others after the launch that used their place.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,7 +60,7 @@ def lane_sequence(shares: Sequence[float]) -> Iterator[int]:
     """Endless lane numbers, spread evenly by share."""
     turns, total = [0] * len(shares), sum(shares)
     for turn in count(1):
-        # Due lanes are not ahead of their share; the next turn is the one that falls due first.
+        # Due lanes are not ahead of their share; next is the one that falls due first.
         due = [i for i, share in enumerate(shares) if turns[i] * total < share * turn]
         lane = min(due or range(len(shares)), key=lambda i: ((turns[i] + 1) / shares[i], i))
         turns[lane] += 1

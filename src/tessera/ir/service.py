@@ -1,7 +1,7 @@
-"""A plan for a load: the configuration of a service.
+"""A plan for a load: a service's configuration.
 
-A group is microbatches of one size on one lane. Its role says what its sequences do there: read prompts,
-produce answers, or both. Sequences go from a prompts group to an answers or mixed group, with their pages.
+A group is microbatches of one size on one lane. Its role says what its sequences do there. They go from a
+prompts group to an answers or mixed group, with their pages.
 
     data-parallel               one mixed group per device
     prefill-decode              prompts groups and answers groups

@@ -1,11 +1,9 @@
 """Recorded program: one step of a workload as launches in program order.
 
-Views are arguments, not launches. Buffers are logical storages: memory that an allocator reuses is two
-buffers.
+Views are arguments, not launches. Buffers are logical storages: reused memory is two buffers.
 
 A region is a strided set of bytes of one buffer: `item_bytes` bytes at `start + sum(i_d * stride_d)` for
-every index tuple. Ranges are half-open. Beyond MAX_STEPS comparisons regions count as overlapping: False is a
-proof, True is not.
+every index tuple. Ranges are half-open. Beyond MAX_STEPS comparisons regions count as overlapping.
 """
 
 import copyreg
@@ -19,7 +17,7 @@ from typing import Any
 import msgspec
 
 MAX_STEPS = 20_000
-# Prefix of a random generator's state buffer ("rng:cpu"). A launch that draws reads and writes all of it.
+# Prefix of a random generator's state ("rng:cpu"). A launch that draws reads and writes all of it.
 GENERATOR = "rng:"
 ITEM_BYTES = {
     "float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "uint64": 8,
@@ -127,8 +125,7 @@ def _extent(dims: Dims, item_bytes: int) -> int:
 def _meet(a: int, a_dims: Dims, a_item: int, b: int, b_dims: Dims, b_item: int) -> bool:
     """False only if the strided sets at `a` and `b` provably share no byte.
 
-    Rows of the largest stride S are (j - i) * S apart; only distances at which their intervals meet are
-    compared.
+    Rows of the largest stride S are (j - i) * S apart; only distances at which intervals meet are compared.
     """
     todo = [(a, a_dims, b, b_dims)]
     for _ in range(MAX_STEPS):
@@ -208,7 +205,7 @@ def _unset() -> msgspec.UnsetType:
     return msgspec.UNSET
 
 
-# Pickle looks for it by its name in every module that is imported; some import others for that.
+# Pickle looks for its name in every imported module; some import others for that.
 copyreg.pickle(msgspec.UnsetType, lambda value: (_unset, ()))
 
 
@@ -270,7 +267,6 @@ class Launch:
 
     @property
     def buffers(self) -> set[int]:
-        """Buffers that its views and accesses name."""
         return {view.buffer for view in self.views} | {access.buffer for access in self.accesses}
 
 

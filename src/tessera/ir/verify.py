@@ -1,4 +1,4 @@
-"""Rules of every artifact, as sentences, checked after the stage that makes it and when a file is read."""
+"""Rules of every artifact, as sentences, checked when made and when read."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -271,7 +271,7 @@ PASSED = "_has_passed"
 
 
 def verify(record: Any) -> None:
-    """Raises RuleBroken for the first broken rule. Records are frozen: one that passed is not read again."""
+    """Raises RuleBroken for the first. Records are frozen: one that passed is not read again."""
     passed: dict[str, Any] = getattr(record, "__dict__", {})
     if PASSED in passed:
         return

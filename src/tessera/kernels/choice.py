@@ -7,7 +7,7 @@ INPUTS = ("settings", "numbers", "edits", "masks")
 LATE_INPUTS = frozenset({"masks"})
 MAX_TOP = 20
 EDIT_FIELDS = 3
-# A token with a lower scaled logit than this below the largest cannot win: -log(E) is in -2.82 : 22.88.
+# Tokens with scaled logits this far below the largest cannot win: -log(E) is in -2.82 : 22.88.
 OUT_OF_REACH = -26.0
 # Below this, -log(1 - v) is a polynomial.
 SMALL_DRAW = 1.0 / 16.0

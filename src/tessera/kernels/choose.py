@@ -1,7 +1,7 @@
 """tessera::choose: the next token of each sequence, greedy or drawn.
 
     logits    [R, V]    one row per sequence
-    last      [R]       the token that each row has just read
+    last      [R]       the token that each row just read
     settings  [R, 6]    float32, see `choice.Setting`; a row of zeros in both tables is greedy
     numbers   [R, 9]    int64, see `choice.Number`
     edits     [E, 3]    int32: token, count, bias as bits of a float32. A count is the token's
@@ -14,13 +14,13 @@
 The order is vLLM's: biases, bans, masks, penalties, temperature, min-p, top-k, top-p. A token of -1 means
 that no logit is finite. Logprobs are of the unmodified logits, zeros unless NUM_TOP asks for them.
 
-A draw is an exponential race: token i gets an exponential variable E and the score z - log(E), where z is its
-scaled logit. E comes from Philox 4x32-10 with the request's seed as key and (token, position) as counter, so
-a choice depends on nothing but its logits, seed and position. Limits are thresholds of z: equal logits stay
-or go together. Given the same logits, devices differ by the rounding of exp, log and the sums of top-p alone.
+A draw is an exponential race: token i has an exponential variable E and the score z - log(E), z its scaled
+logit. E comes from Philox 4x32-10 with the request's seed as key and (token, position) as counter, so a
+choice depends on its logits, seed and position alone. Limits are thresholds of z: equal logits stay or go
+together. Devices differ by the rounding of exp, log and the sums of top-p.
 
-The code here, for CPUs, is the reference. A row that is not greedy takes dozens of operators on few numbers,
-which in numpy take a fraction of torch's time.
+The code here, for CPUs, is the reference. Rows that are not greedy take dozens of operators on few numbers:
+numpy takes a fraction of torch's time.
 """
 
 from typing import Any
@@ -160,9 +160,7 @@ def _exponential(tokens: torch.Tensor, seeds: torch.Tensor, positions: torch.Ten
 
 
 def philox(counter: torch.Tensor, position: torch.Tensor, seed: torch.Tensor) -> npt.NDArray[np.int64]:
-    """[4, N] 32-bit words of (counter, position, 0, 0). Small operators of numpy take a fraction of torch's
-    time.
-    """
+    """[4, N] 32-bit words of (counter, position, 0, 0)."""
     key = seed.numpy()
     high, low = (key >> 32) & _WORD, key & _WORD
     a, b = counter.numpy() & _WORD, position.numpy() & _WORD

@@ -7,8 +7,8 @@
   race       (row, segment): the highest score
   token      (row): the winner and logprobs
 
-Greedy rows run only the first and the last. Nothing is read on the host, so a step can be part of a CUDA
-graph. Sums of weights are in float32, in an order that depends on the vocabulary's size.
+Greedy rows run only the first and the last. Nothing is read on the host, for CUDA graphs. Sums of weights are
+float32, in an order that depends on the vocabulary's size.
 """
 
 import torch

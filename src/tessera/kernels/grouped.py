@@ -1,10 +1,10 @@
 """Products of some experts of a mixture: tessera::grouped_part, and tessera::grouped_join of two.
 
-Rows of x are sorted by expert; those of expert e end at offsets[e]. A part has the experts from `first` on
-and gives a result of all rows; those of other experts have no meaning. A join copies rows, so no value
-changes. `share` is the expected share of the rows in the part, for pricing.
+Rows of x are sorted by expert; those of expert e end at offsets[e]. A part has the experts from `first` on;
+its results for rows of others have no meaning. A join copies rows. `share` is the part's expected share of
+the rows, for pricing.
 
-A CPU reads the weights of experts with rows only.
+A CPU reads weights of experts with rows only.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def chosen(offsets: torch.Tensor, first: int, num: int) -> Iterator[tuple[int, slice]]:
-    """Experts of a part that have rows, counted from its first."""
+    """Experts of a part with rows, from its first."""
     ends = offsets[max(0, first - 1) : first + num].tolist()
     begin = ends.pop(0) if first else 0
     for expert, end in enumerate(ends):
@@ -38,7 +38,7 @@ def empty_part(x: torch.Tensor, width: int, offsets: torch.Tensor) -> torch.Tens
 
 
 def rotated(product: Product, x: torch.Tensor, offsets: torch.Tensor, first: int, num: int) -> torch.Tensor:
-    """Product with the part's rows rotated to the front, without a read on the host."""
+    """With the part's rows rotated to the front: no read on the host."""
     ends = offsets[first : first + num]
     if not first:
         return product(x, ends)

@@ -1,10 +1,10 @@
-"""One launch of a PTX kernel, by the driver on a GPU or by the interpreter on a CPU.
+"""One launch of a PTX kernel, by the driver or, on a CPU, the interpreter.
 
-Since Hopper a kernel is launched while the one before it still runs, and waits for its end as its first
-instruction (`overlapping`), which hides the launch.
+Since Hopper a kernel is launched while the one before runs, and first waits for its end (`overlapping`),
+which hides the launch.
 
-A list of tensors is passed as the address of a table of pointers. Pointers behind the launch's arguments
-(Triton's scratch memory, which `capture` has proved unused) are null.
+A list of tensors is passed as the address of a table of pointers. Pointers behind the arguments (Triton's
+scratch memory, proved unused by `capture`) are null.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ _TYPES: dict[str, Any] = {
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _STATIC_SHARED_LIMIT = 48 << 10
 _SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-# The first target, and the first version of PTX, with dependent launches.
+# First target and PTX version with dependent launches.
 _TARGET, _PTX_VERSION = 90, (7, 8)
 _WAIT = "\n\tgriddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;"
 _HEAD = re.compile(r"\.version\s+(\d+)\.(\d+).*?\.target\s+sm_(\d+)", re.DOTALL)
@@ -120,14 +120,14 @@ def _bytes(storage: torch.UntypedStorage) -> Any:
 
 @cache
 def overlaps(device: torch.device) -> bool:
-    """True if the card can launch a kernel while the one before runs."""
+    """Whether a kernel can be launched while the one before runs."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= divmod(_TARGET, 10)
 
 
 def overlapping(ptx: str, name: str) -> str:
-    """The text for cards since Hopper, with a wait as the kernel's first instruction; "" if it has no place.
+    """The text for cards since Hopper, with a wait first; "" if it has no place.
 
-    Every thread waits, so a kernel that ends has seen the end of all before it.
+    Every thread waits: a kernel's end is after the end of all before.
     """
     head, entry = _HEAD.search(ptx), re.search(rf"\.entry\s+{re.escape(name)}\b[^{{]*{{", ptx)
     if head is None or entry is None or "griddepcontrol" in ptx:
@@ -141,8 +141,8 @@ def overlapping(ptx: str, name: str) -> str:
 
 class PtxKernel:
     def __init__(self, kernel: Kernel, block: Sequence[int], is_early: bool = False) -> None:
-        """`is_early`: launched while the one before runs; it may wait for nothing but memory, since the
-        next one takes room on the card.
+        """`is_early`: launched while the one before runs; it may wait for memory alone, since the next one
+        takes room on the card.
         """
         torch.cuda.current_stream()  # creates the context
         self._name, self._shared = kernel.name, kernel.shared_bytes

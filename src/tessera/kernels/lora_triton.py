@@ -1,6 +1,6 @@
 """The CUDA implementation of `tessera::lora`.
 
-Sums are in float32. Adapter numbers are read on the GPU, so a step can be part of a CUDA graph.
+Sums are in float32. Adapter numbers are read on the GPU, for CUDA graphs.
 """
 
 import torch

@@ -1,7 +1,6 @@
 """Kernels that are launched while the one before still runs (programmatic dependent launches, since Hopper).
 
-Every program of such a kernel first calls `wait_previous`: a kernel that ends has then seen the end of all
-before it.
+Every program first calls `wait_previous`: a kernel's end is then after the end of all before.
 """
 
 import triton

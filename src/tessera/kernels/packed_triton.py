@@ -1,17 +1,16 @@
 """The CUDA implementation of the operators of `packed`.
 
   few rows, experts  `tiled_product`: one program per (tile of outputs, expert, split of inputs). Codes become
-                     numbers in registers, in the order of a tensor core's operand; scales multiply the sums
-                     of a group, in float32. `packed_product` for weights that are not tiled.
+                     numbers in registers, in a tensor core's order; scales multiply the sums of a group, in
+                     float32. `packed_product` for weights that are not tiled.
   many rows          `tiled_unpack` or `packed_unpack` writes the weight out, and the library multiplies.
-  blocks of FP8      On a card whose library multiplies them (Hopper) `float8_rows` rounds the inputs to FP8,
+  blocks of FP8      Where the library multiplies them (Hopper) `float8_rows` rounds the inputs to FP8,
                      with a scale for 128, as such checkpoints are meant; `float8_product`, or the library.
 
-Codes become floats by their bits: a small integer is the mantissa of 128 (bfloat16) or 1024 (float16), and a
-small float keeps its exponent and mantissa, multiplied by the difference of the biases. One instruction
-turns two codes.
+Codes become floats by their bits: a small integer is the mantissa of 128 (bfloat16) or 1024 (float16), a
+small float keeps exponent and mantissa, times the difference of the biases. One instruction turns two codes.
 
-Tiles and splits depend on shapes alone, and there are no atomics: results repeat bit for bit on any card.
+Tiles and splits depend on shapes alone, without atomics: results repeat bit for bit on any card.
 """
 
 from collections.abc import Sequence
@@ -43,7 +42,7 @@ _MAX_SPLITS = 8
 # same for experts; most stages on cards with less shared memory than Hopper's.
 _FEW = ((12_000, (64, 2, 3)), (4_608, (32, 4, 3)), (0, (32, 8, 4)))
 FEW_ROWS, _FEW_EXPERTS, _MODEST_STAGES = 8, (64, 2, 4), 3
-# Lines of 128 bytes of each output that are asked for before the inputs are there.
+# Lines of 128 bytes of each output that are fetched before the inputs are there.
 _AHEAD = tl.constexpr(4)
 # Programs beside one another for the rows of an expert.
 TILES_EACH = 2
@@ -63,7 +62,7 @@ class ProductTile:
     depth: int = 1
 
 
-# Inputs that are wider than the numbers of codes: products in float32, whose operands take shared memory.
+# Inputs wider than the numbers of codes: products in float32, whose operands take shared memory.
 _WIDE = ProductTile(16, 32, 1, stages=2)
 
 

@@ -1,4 +1,4 @@
-"""Weights of 4 or 8 bits as codes and scales, of N rows and K columns, and operators that multiply by them.
+"""Weights of 4 or 8 bits, [N, K], as codes and scales, and operators that multiply by them.
 
     codes   [..., N, K]     one byte per weight, or [..., N, K / 2]: two, the even column in the low bits
     scales  [..., N / r, K / c]   one per block of r x c weights (`block`)
@@ -11,8 +11,8 @@
     fp8     8-bit float                         number
     mxfp4   4-bit float (1, 2 and 1 bits)       power of two: exponent plus 127, one byte; always tiled
 
-A weight is (code - zero) * scale, computed in float32 and rounded once to the type of the product. On a CPU
-the product is `linear` of the dequantised weight, so it has the bits of the dequantised model's.
+A weight is (code - zero) * scale, computed in float32 and rounded once to the product's type. On a CPU the
+product is `linear` of the dequantised weight, bit for bit.
 
 Codes of int4 and fp8 whose groups are multiples of 128 columns, and MXFP4, are tiled in the order in which a
 GPU's threads multiply: format `int4_tiled`, `fp8_tiled` or `mxfp4_tiled`, block (32, K). fp8 with one scale
@@ -46,7 +46,7 @@ MXFP4_BLOCK = 32
 TILE_ROWS, GROUP = 32, 128
 # Bits of MXFP4's codes of a half word: sign, exponent, exponent, mantissa.
 PLACES = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 13, 10, 11))
-# Exponents have 63 more, so that products with small floats stay normal.
+# Exponents have 63 more: products with small floats stay normal.
 MORE, MAX_EXPONENT = 63, 191
 _WEIGHT = "Tensor x, Tensor codes, Tensor scales, Tensor? zeros"
 

@@ -9,13 +9,12 @@
     -> [T, Hq, Dv]                    zeros for padding tokens
 
 With a `window`, a token sees itself and the window - 1 before. Scores are multiplied by `scale`, bounded by
-`soft_cap` unless that is 0, and joined by a head's `sinks` score, which has no value. Query heads share key
-heads in groups. `query_tail` and `key_tail` are further elements of queries and, for all heads, of keys:
-latent attention has its rotated keys there, and its values are its keys. `expected_length`, the average
-length of a sequence, is for cost models. `one_each` promises at most one token per sequence: it selects the
-kernel.
+`soft_cap` unless 0, and joined by a head's `sinks` score, which has no value. Query heads share key heads in
+groups. `query_tail` and `key_tail` are further elements of queries and, for all heads, of keys: the rotated
+keys of latent attention, whose values are its keys. `expected_length`, the average of sequences, is for cost
+models. `one_each` promises at most one token per sequence: it selects the kernel.
 
-Lengths are read inside the operator, so a program that calls it reads nothing on the host.
+Lengths are read inside: a program that calls it reads nothing on the host.
 """
 
 from collections import defaultdict

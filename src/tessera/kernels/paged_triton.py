@@ -5,8 +5,8 @@
   several new ones   `paged_prefill`: one program per (key head, tile of one sequence's tokens). A tile's
                      sequence is looked up in `query_starts`, so the grid is a bound.
 
-Lengths and page tables are read on the GPU alone, so a step can be part of a CUDA graph. Grids, blocks and
-splits depend on shapes and types (`tiles_for`); the pipeline's depth, which changes no bit, on the card.
+Lengths and page tables are read on the GPU alone, for CUDA graphs. Grids, blocks and splits depend on shapes
+and types (`tiles_for`), the pipeline's depth, which changes no bit, on the card.
 
 Softmax is online, in powers of two. Sums are float32, without TF32.
 """
@@ -27,13 +27,13 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 # Stands for minus infinity, without its NaNs.
 _NEVER = tl.constexpr(-1.0e30)
 
-# Programs that keep a large card's memory busy; below half of it keys are split, among so many programs and
-# into parts of at least so many; of wide heads.
+# Programs that keep a large card's memory busy; below half, keys are split, among so many programs and into
+# parts of at least so many; of wide heads.
 _BUSY = 512
 _SPLIT, _SPLIT_WIDE = (1024, 64), (512, 256)
 _FEW = 256
 _MAX_SPLITS = 64
-# Shared memory of a thread block since Ampere; bytes for sums and page numbers.
+# A block's shared memory since Ampere; bytes for sums and page numbers.
 _SHARED_BYTES, _OTHER_BYTES = 99 << 10, 2 << 10
 
 
@@ -64,7 +64,7 @@ def tiles_for(
     shared_bytes: int = _SHARED_BYTES,
 ) -> Tiles:
     """`heads`: query heads and key heads; `sizes`: head sizes of keys and values; `table`: length of the page
-    list. Only the depth of the pipelines depends on `shared_bytes`.
+    list. Only the pipelines' depth depends on `shared_bytes`.
     """
     group = heads[0] // heads[1]
     width = triton.next_power_of_2(max(sizes))
@@ -75,7 +75,7 @@ def tiles_for(
     is_long = tokens * group >= 4096 and not is_wide
     long_rows = 32 if is_double or is_latent else 128 if is_long else 64
     splits = _splits(sequences * heads[1], table, *(_SPLIT_WIDE if is_wide else _SPLIT))
-    # Few programs leave the memory idle unless each prefetches far; of parts, several fit beside one another.
+    # Few programs leave memory idle unless each prefetches far; several parts fit beside one another.
     stages = 5 if sequences * heads[1] <= _FEW else 3
     decode = Tile(rows, keys, 4, 2 if splits > 1 and not is_wide else stages)
     warps = (8, 3, 128) if long_rows == 128 else (8 if is_latent else 4, 3)

@@ -1,12 +1,10 @@
-"""Accesses of a PTX launch, by analysis of its code with the launch's numbers.
+"""Accesses of a PTX launch, from its code and numbers.
 
 Argument i of the launch is parameter i of the entry; scratch pointers that Triton adds must not be touched.
-Where the code alone does not tell pointers from numbers, the launch's arguments do. Intervals are clamped to
-the buffer. A write that may miss bytes of its interval counts as reading them too, unless the buffer is
-empty.
+Where the code does not tell pointers from numbers, the launch's arguments do. Intervals are clamped to the
+buffer. A write that may miss bytes of its interval counts as reading them too, unless the buffer is empty.
 
-A tuple argument is a table of pointers. An access through a pointer loaded from it counts for all of each
-buffer.
+A tuple argument is a table of pointers. An access through it counts for all of each buffer.
 """
 
 from collections.abc import Sequence, Set
@@ -56,7 +54,7 @@ def triton_accesses(
 
 
 def tables_of(kernel: Kernel) -> tuple[int, ...]:
-    """Parameters that are tables of pointers; none if the kernel cannot be proved for other reasons."""
+    """Parameters that are tables; none if the kernel cannot be proved for other reasons."""
     report = _report(kernel)
     return () if isinstance(report, str) else report.tables
 
@@ -82,7 +80,7 @@ def _report(kernel: Kernel) -> KernelReport | str:
 
 
 def _against(report: KernelReport, launch: Launch) -> str:
-    """Why the report does not settle this launch."""
+    """Why the report does not settle it."""
     given = dict(enumerate(launch.args))
     if not report.movable and not all(isinstance(given.get(i), tuple) for i in report.tables or (-1,)):
         return "; ".join(report.why)
@@ -125,7 +123,7 @@ def _accesses(
 
 
 def _regions(spans: list[tuple[int, int]]) -> tuple[list[Region], bool]:
-    """One strided region if the runs are regular, one each if few, else their hull; True for a hull."""
+    """One strided region of regular runs, one each of few, else their hull; True for a hull."""
     if len(spans) <= 1:
         return [Region(a, b - a) for a, b in spans], False
     (first, end), step = spans[0], spans[1][0] - spans[0][0]

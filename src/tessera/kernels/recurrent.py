@@ -1,4 +1,4 @@
-"""Recurrent layers over tokens of several sequences: convolutions and scans that keep a state per sequence.
+"""Recurrent layers over tokens of several sequences: convolutions and scans with a state per sequence.
 
     tessera::causal_conv      depthwise causal convolution, with SiLU
     tessera::ssd_scan         Mamba 2: one decay per head
@@ -9,12 +9,12 @@ Common arguments, beside inputs of T tokens, sequence after sequence:
 
     state   [R, ...]   a row per sequence, updated in place
     starts  [S + 1]    tokens of sequence s: starts[s] : starts[s + 1]; none: unused
-    rows    [S]        state row of each sequence, r; -1 - r: the sequence begins, and its row counts as zeros
+    rows    [S]        state row of each sequence, r; -1 - r: the sequence begins, with zeros for its row
 
 Results of padding tokens, those after starts[S], are zeros. As many tokens as sequences mean at most one
-each. States and sums are float32, a convolution's state has the type of its inputs.
+each. States and sums are float32, a convolution's state has its inputs' type.
 
-The torch code here, for CPUs, is the reference. It computes sequences of equal length together.
+The code here, for CPUs, is the reference. Sequences of equal length are computed together.
 """
 
 from collections import defaultdict

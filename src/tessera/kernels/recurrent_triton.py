@@ -6,11 +6,11 @@
                    registers.
   selective_scan   `selective_tokens`: states within a chunk are a prefix scan.
   delta_scan       `delta_tokens`: token by token. With one decay per head, sequences of several tokens are
-                   read by chunk (`delta_chunks`): what each token changes in the state solves a triangular
+                   read by chunk (`delta_chunks`): changes of the state solve a triangular
                    system, whose inverse is a product of a few powers.
 
-Sums are float32, without TF32. Programs of all sequences share the zeros of padding tokens. Starts and rows
-are read on the GPU, so a step can be part of a CUDA graph.
+Sums are float32, without TF32. All programs share the zeros of padding tokens. Starts and rows are read on
+the GPU, for CUDA graphs.
 """
 
 import torch

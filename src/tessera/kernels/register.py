@@ -19,8 +19,8 @@ def register(
     on_cpu: Callable[[Any], Any],
     on_cuda: str | Callable[..., Any],
 ) -> None:
-    """`on_cpu` gets a record of the arguments, by the names of the schema. `on_cuda`: a function of the
-    arguments, or a module that has one of the operator's name.
+    """`on_cpu` gets a record of the arguments, by the schema's names. `on_cuda`: a function of the arguments,
+    or a module with one of the operator's name.
     """
     defaults = {a.name: a.default_value for a in torch._C.parse_schema(f"tessera::{name}{schema}").arguments}
 

@@ -1,4 +1,4 @@
-"""Bits of tensors, and torch's default generators: shared by stages that do not import one another."""
+"""Bits of tensors, and torch's default generators."""
 
 import torch
 

@@ -2,7 +2,7 @@
 
 - terms: cycles and factors of the overheads in `overheads.py`;
 - kernels: models of attention kernels with few queries;
-- rows: launches measured on one GPU. Equal work takes the measured time; other launches of the class are
+- rows: launches measured on one GPU. Equal work takes the measured time; the rest of the class is
   scaled by the median ratio of measured to modelled.
 
 Terms and kernels are in `corrections.json` (scripts/fit_overheads.py, scripts/fit_streams.py); `tessera
@@ -10,16 +10,16 @@ calibrate` writes rows to `$XDG_CACHE_HOME/tessera/calibrations`, one file per G
 
     us = (t0 + sqrt((base - t0)^2 + overhead^2)) * factors + floors
 
-Other GPUs scale cycles by SMs and clock, with a wider error. Tables use FlashAttention 3 from Hopper on, so
-PyTorch's `flash` has a factor on new GPUs only. Attention kernels stream keys and values through one block
-per sequence and KV head:
+Other GPUs scale cycles by SMs and clock, with a wider error. Tables have FlashAttention 3 since Hopper, so
+PyTorch's `flash` has a factor there only. Attention kernels stream keys and values through a block per
+sequence and KV head:
 
     us = floor * t0 + sqrt(M^2 + S^2) + tail * row_us * blocks
     M  = bytes / (bandwidth * em * reach)
     S  = keys of a block * max(chain, wave * ceil(blocks / SMs))
 
 `chain` is cycles per key of a block alone on its SM, `wave` of blocks sharing an SM; `splits` divides keys
-over idle SMs. `floor`, `reach` and `tail` are ratios to decode attention's parameters.
+over idle SMs. `floor`, `reach` and `tail` are relative to decode attention's.
 """
 
 import math
@@ -215,8 +215,8 @@ def streamed_us(stream: Stream, work: Work, spec: Gpu, params: Params, is_same_c
 
 
 def chosen(works: Sequence[Work], costs: Sequence[Cost], num: int) -> list[Work]:
-    """Works whose measurement removes most error, largest first: launches of a class share an error, so each
-    further one counts half of the previous one.
+    """Works whose measurement removes most error, largest first: a class shares an error, so each further
+    launch counts half of the previous one.
     """
     weight: dict[Work, float] = defaultdict(float)
     for work, cost in zip(works, costs, strict=True):

@@ -1,9 +1,9 @@
 """Work of one launch: class, dtype, operations, bytes, shape.
 
-The kernel's name gives the class (`operators.json`); unlisted operators are "other", priced by bytes. Bytes
-are unique bytes read plus written. GEMM, attention and convolution count operations; other classes are bound
-by memory. Gathers, scatters, grouped GEMMs and paged attention count the rows that move. Not handled: caches,
-sparsity, early exits.
+The kernel's name gives the class (`operators.json`), else "other", priced by bytes. Bytes are unique bytes
+read plus written. GEMM, attention and convolution count operations; other classes are bound by memory.
+Gathers, scatters, grouped GEMMs and paged attention count the rows that move. Not handled: caches, sparsity,
+early exits.
 """
 
 import math
@@ -154,7 +154,7 @@ def _bytes(op: OpClass, kernel: Kernel, launch: Launch, views: tuple[View, ...])
         return 2 * result_bytes + sum(_size(v) for v in views[1:])
     if op is OpClass.SCATTER:
         moved = 2 * sum(_size(v) for v in views[1:])
-        # Out of place, untouched rows are copied too.
+        # Out of place, all rows are copied.
         in_place = kernel.name.split(".")[1].endswith("_")
         return moved if in_place or not views else moved + 2 * _size(views[0])
     touched = _touched(launch, _visited(kernel, launch)) if launch.accesses else _seen(launch, views)
@@ -188,8 +188,8 @@ def _touched(launch: Launch, visited: int | None = None) -> int:
 
 
 def _idle_places(kernel: Kernel, launch: Launch) -> int:
-    """Several kernels in one have no loop sizes as arguments. What such a kernel is given to write alone, at
-    unknown places, and so seems to read, is as much as the most that it writes, or reads, elsewhere.
+    """Several kernels in one have no loop sizes as arguments. What such a kernel writes alone, at unknown
+    places, and so seems to read, is as much as its largest other read or write.
     """
     named = zip(kernel.signature, launch.args, strict=False)
     given = {v.buffer for (name, _), v in named if isinstance(v, View) and not name.startswith("out_ptr")}
@@ -215,7 +215,7 @@ def _idle_experts(views: tuple[View, ...]) -> int:
 
 
 def _grouped_part(launch: Launch, views: tuple[View, ...], place: int) -> Work:
-    """The expected share of the rows is argument `place`."""
+    """Argument `place` is the expected share of the rows."""
     x, weights = views[0], [v for v in views[1:] if len(v.shape) == 3]
     share = launch.args[place]
     assert isinstance(share, float)
@@ -238,7 +238,7 @@ def _unpacked(views: tuple[View, ...]) -> int:
 
 
 def _idle_rows(views: tuple[View, ...]) -> int:
-    """State rows without a sequence, read and written."""
+    """Rows without a sequence, read and written."""
     state, _, rows = views[-3:]
     num = state.shape[0]
     return 2 * _size(state) * max(0, num - rows.shape[0]) // num

@@ -1,7 +1,7 @@
-"""Cost sources of a GPU by kernel class, and the expected error of a plan's costs.
+"""Cost sources of a GPU by class, and the error of a plan's costs.
 
-A table covers launches near its points only, so each class also has a model. Kernels of one class on one
-device share one error; other errors are independent and partly cancel.
+A table covers launches near its points, so each class also has a model. Kernels of a class on a device share
+one error; others are independent and partly cancel.
 """
 
 import math
@@ -61,7 +61,7 @@ def _from_tables(gpu_name: str, op: OpClass, tables: Tables | None) -> list[Cove
 
 
 def rejected_tables(gpu_name: str, tables: Tables | None) -> dict[str, str]:
-    """Tables that rank above the chosen one, with the reason against each."""
+    """Tables above the chosen one, with the reason against each."""
     return {
         f"{op} {variant}, {file.name}": reason
         for op, kind in KINDS.items()

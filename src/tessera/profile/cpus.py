@@ -1,8 +1,8 @@
 """Known CPUs beside a GPU, `emu:cpu-xeon-8480`, with modelled times.
 
-A launch takes a fixed time plus the larger of its bytes and its operations, at shares of the data sheet's
-peaks: those of bf16 products with cold weights on a 16-core Xeon with AMX (61 GB/s of weights at 1 to 32
-rows, 3.5 TFLOP/s at 128), rounded. No CPU of this table was measured.
+A launch takes a fixed time plus the larger of its bytes and operations, at shares of the data sheet's peaks:
+those of bf16 products on a 16-core Xeon with AMX (61 GB/s of cold weights at 1 to 32 rows, 3.5 TFLOP/s at
+128), rounded. No CPU of this table was measured.
 """
 
 from dataclasses import dataclass

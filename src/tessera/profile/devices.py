@@ -1,4 +1,4 @@
-"""Parses command-line specs into devices, links and a cluster.
+"""Command-line specs -> devices, links and a cluster.
 
 A device list is comma-separated:
 
@@ -9,12 +9,12 @@ A device list is comma-separated:
     cuda:N         GPU N of this machine
     cuda:N/sm=K    K SMs of that GPU
     cuda:N/as=GPU  each launch dilated to its time on another GPU
-    away:GPU[:N]   N GPUs of other machines, the first that each worker sees
+    away:GPU[:N]   N GPUs of other machines, each worker's first
 
 Repeated devices get a suffix (`emu:a100#1`) and share a card or node evenly. A card is a known GPU if its
-name contains every word of that GPU's key.
+name has every word of the GPU's key.
 
-A link spec names a link for all pairs ("pcie4") or for one: "emu:a100-emu:l40s=nvlink" both ways,
+A link spec is for all pairs ("pcie4") or for one: "emu:a100-emu:l40s=nvlink" both ways,
 "emu:a100>emu:l40s=ib100" one way. Links of a bus carry one message at a time.
 """
 
@@ -105,7 +105,7 @@ def cap_memory(devices: tuple[Device, ...], words: Sequence[str]) -> tuple[Devic
 
 
 def _cap(word: str) -> tuple[str, int]:
-    # At the last separator: cpu/node=1 is a device name.
+    # At the last separator: cpu/node=1 is a device.
     name, _, size = word.rpartition("=")
     number = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", size, re.IGNORECASE)
     if not name or number is None or not float(number[1]):
@@ -197,8 +197,8 @@ def _cuda(word: str, rest: str, cards: tuple[Card, ...]) -> Device:
 def _shared(devices: Sequence[Device], cards: tuple[Card, ...]) -> Iterable[Device]:
     """Splits cards and NUMA nodes evenly among their devices.
 
-    Without a GPU every CPU worker has one thread: with several, sums depend on their number. Beside a GPU
-    they leave cores to its worker and the engine.
+    Without a GPU every CPU worker has one thread: sums depend on their number. Beside a GPU they leave cores
+    to its worker and the engine.
     """
     num = Counter((d.kind, d.ordinal) for d in devices)
     is_beside_gpu = any(d.kind is DeviceKind.CUDA for d in devices)

@@ -1,8 +1,8 @@
 """Prices a trace on devices without running anything.
 
-The best source prices work: a measured table that covers it, the model fitted to that GPU, or the class
-model; then measured corrections apply. Launches with empty results cost the floor of their class. Operators
-without a kernel (allocations, views) cost nothing.
+The best source prices work: a measured table that covers it, the GPU's fitted model, or the class model; then
+measured corrections apply. Launches with empty results cost the floor of their class. Operators without a
+kernel (allocations, views) cost nothing.
 """
 
 from collections.abc import Iterable, Sequence, Set

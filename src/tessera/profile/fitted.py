@@ -1,20 +1,20 @@
 """Cost model and its fitted parameters.
 
-`fitted.json` has one row per GPU, class and dtype family (scripts/fit_costs.py), with its error on held-out
-rows. A GPU without a row takes the geometric mean of its nearest relatives' with its own data sheet; a class
-without rows takes a related class's, with a wider error.
+`fitted.json` has a row per GPU, class and dtype family (scripts/fit_costs.py), with its error on held-out
+rows. A GPU without a row takes the geometric mean of its nearest relatives' with its own data sheet, a class
+without rows a related one's, with a wider error.
 
     us = t0 + (C^p + M^p)^(1/p)
     C  = operations / (peak * ec) + groups * row_us
     M  = bytes / (bandwidth * em) * (1 - hit + hit / l2x)
 
-t0 is the shortest time of the class, ec and em are efficiencies of long kernels, p the overlap of compute and
+t0 is the class's shortest time, ec and em are efficiencies of long kernels, p the overlap of compute and
 memory. GEMMs take the best of several tilings and k splits. `tile` is the extra cost of small tiles,
 `split_us` of each halving of k. `hit` is the share read from L2, `l2x` times faster.
 
-Inside a step, kernels that only move memory read what the previous launch wrote, from L2 as far as it fits;
-weights and KV caches come from memory. Their shortest time is a number of clock cycles (`FLOOR_CYCLES`), so
-an L40S is faster than an A100 at small launches. Not modelled: throttling.
+Inside a step, kernels that only move memory read the previous launch's results from L2 as far as they fit,
+weights and KV caches from memory. Their shortest time is in clock cycles (`FLOOR_CYCLES`): small launches are
+faster on an L40S than on an A100. Not modelled: throttling.
 """
 
 import math
@@ -59,7 +59,7 @@ FAMILIES = {
 }  # fmt: skip
 ANY = "any"
 FAMILY_WORDS = {ANY: "any", "f16": "16 bits", "f32": "fp32", "f64": "fp64", "f8": "8 bits"}
-# Launches of at most 0.5 MB on an H200 (launches_h200_202611.json), one-token steps on A100 and L40S
+# Up to 0.5 MB on an H200 (launches_h200_202611.json), one-token steps on A100 and L40S
 # (benchmarks/published). Row reductions take two passes.
 FLOOR_CYCLES, ROW_FLOOR_CYCLES = 2600.0, 4500.0
 ROW_CLASSES = (OpClass.NORM, OpClass.REDUCTION, OpClass.SOFTMAX)
@@ -217,7 +217,7 @@ def _of_relatives(spec: Gpu, rows: list[Fit]) -> Model:
     kinship, nearest = relatives(spec, rows)
     errors = [x for x in fitted_rows().left_out if x.op is rows[0].op]
     same = [x for x in errors if x.kinship == kinship]
-    # The lenders for each other, else others as near, else the worst case.
+    # Lenders for each other, else others as near, else the worst case.
     lenders = [x.mean_error for x in same if x.gpu in {f.gpu for f in nearest}]
     worst = max((x.mean_error for x in errors), default=1.0)
     error = fmean(lenders or [x.mean_error for x in same] or [worst])
@@ -246,7 +246,7 @@ def usual_spread(op: OpClass) -> float:
 
 
 def relatives(spec: Gpu, rows: list[Fit]) -> tuple[str, list[Fit]]:
-    """Kinship and rows of the nearest relatives. A row whose `ec` is set, not fitted, lends nothing."""
+    """Kinship and rows of the nearest relatives. A row with an assumed `ec` lends nothing."""
     donors = [(f, gpu(f.gpu)) for f in rows if f.gpu != spec.name and "ec" not in f.assumed]
     same_arch = [(f, g) for f, g in donors if g.arch == spec.arch and g.memory_kind == spec.memory_kind]
     for kinship, nearest in (
@@ -311,7 +311,7 @@ def peaks_of(spec: Gpu, dtype: str) -> Peaks:
 def model_of(work: Work, spec: Gpu) -> Model:
     family = family_of(work.op, work.dtype)
     if family == "f16" and work.dtype == "bfloat16" and spec.bf16_tflops is None:
-        # Computed as fp32 by kernels without measurements.
+        # Computed as fp32 by unmeasured kernels.
         model = model_for(spec.name, work.op, "f32")
         return model.wider(OTHER_DTYPE_ERROR, f"{spec.name} has no bf16 units")
     return model_for(spec.name, work.op, family)

@@ -1,7 +1,7 @@
 """Known GPUs: data-sheet figures, sustained rates, rent and sources, from `gpus.json`.
 
 Data-sheet peaks only scale the efficiencies in `fitted.py`. Sustained rates are medians of public
-measurements. Memory is the advertised size in units of 1e9 bytes.
+measurements. Memory is the advertised size in 1e9 bytes.
 """
 
 from dataclasses import dataclass

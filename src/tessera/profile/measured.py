@@ -1,12 +1,12 @@
-"""Measures the distinct launches of a trace and the whole step on one device, and combines them with models.
+"""Measures distinct launches of a trace and the step on one device, and combines them with models.
 
-Launches are visited in program order: one missing from the store is timed, stored, and run once for the
-inputs of later ones. One that cannot be timed is stored with its reason and priced by the next source.
-Measured launches are scaled by the ratio of the measured step to their sum, which is part of their error.
+In program order, launches missing from the store are timed, stored, and run once for the inputs of later
+ones. One that cannot be timed is stored with its reason and priced by the next source. Measured launches are
+scaled by the ratio of the measured step to their sum, part of their error.
 
-Launches are equal if they run the same code on tensors of the same types, shapes, strides and alignment, with
-the same plain arguments, memory sharing and cached buffers (half of their bytes touched within the last half
-cache size). A CPU or unknown card takes the model of `YARDSTICK`, scaled by the median ratio.
+Launches are equal if they share code, types, shapes, strides and alignment of tensors, plain arguments,
+memory sharing and cached buffers (half of their bytes touched within the last half cache size). A CPU or
+unknown card takes the model of `YARDSTICK`, scaled by the median ratio.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ LEAST_ERROR = 0.005
 
 # The rest is lost to sharing and conflicts.
 USEFUL_CACHE = 0.5
-# A CPU has no model of its own: its launches are compared with this GPU's.
+# CPUs have no model: their launches are compared with this GPU's.
 YARDSTICK = "a100"
 Advance = Callable[[str], None]
 
@@ -101,8 +101,8 @@ def measure(
     enough: Enough | None = None,
     only: frozenset[int] | None = None,
 ) -> Measured:
-    """Raises DeviceGone after storing everything measured before. `only`: these launches and equal ones,
-    without the whole step.
+    """Raises DeviceGone after storing what was measured. `only`: these launches and equal ones, without the
+    step.
     """
     machine = Machine(timer.identity(), timer.clock_mhz())
     groups, store = distinct(trace, timer.cache_bytes), open_store(machine)
@@ -273,7 +273,7 @@ def _kernel_name(kernel: Kernel) -> str:
 def _key(kernel: str, launch: Launch, cold: frozenset[int]) -> str:
     place = 1 + PARTS.get(kernel, -1)
     if place and isinstance(first := launch.args[place], int):
-        # Parts of a mixture after the first differ in their experts only.
+        # Further parts of a mixture differ in their experts only.
         launch = replace(launch, args=(*launch.args[:place], min(1, first), *launch.args[place + 1 :]))
     return hashlib.sha256(json.dumps([kernel, *signature(launch, cold)]).encode()).hexdigest()[:32]
 

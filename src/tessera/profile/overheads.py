@@ -1,4 +1,4 @@
-"""Overheads of a launch beside bytes and operations, as amounts by term; `corrections.py` has their costs.
+"""Overheads beside bytes and operations, as amounts by term; `corrections.py` has their costs.
 
 PyTorch kernels on broadcast, strided, transposed or mixed operands are bound by index arithmetic, reductions
 by rows, and some operators start several kernels. Each element pays per dimension left after joining

@@ -38,7 +38,7 @@ SIZES = tuple(4096 * 4**n for n in range(8))
 NAME = "measured"
 # Share of the bandwidth left with both directions busy.
 SHARED = 0.8
-# Used if latency dominates even the longest message.
+# If latency dominates even the longest message.
 MAX_GBPS = 1e5
 # (samples, seconds) -> True to stop.
 Enough = Callable[[Sequence[float], float], bool]
@@ -100,7 +100,7 @@ class Store:
         return self._rows.get((kind, key), NOTHING)
 
     def add(self, kind: Kind, key: str, kernel: str = "", **values: Any) -> None:
-        """Writes the row at once, so that a crash does not lose it."""
+        """Writes at once: a crash loses no row."""
         row = StoredRow(kind, key, self._machine.identity, self._machine.clock_mhz, kernel, **values)
         self._rows[kind, key] = row
         with self._guarded():
@@ -221,7 +221,7 @@ def _medians(times: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def _fit(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """(latency, GB/s); residuals are relative."""
+    """(latency, GB/s)."""
     sizes, times = (np.array(column, dtype=float) for column in zip(*samples, strict=True))
     rows = np.stack([1.0 / times, sizes / times], axis=1)
     latency_us, us_per_byte = np.linalg.lstsq(rows, np.ones(len(samples)), rcond=None)[0]

@@ -1,13 +1,12 @@
 """Reads measured tables of an installed `aiconfigurator-core`; never runs its code.
 
-Layout: `<package>/systems/data/<system>/<family>/<stack>/<version>/<file>.parquet`. Stacks are tried in the
-same order for every GPU, newest version first. A row's place is log2 of its sizes. Rows are 16-bit, and fp8
-for GEMMs; attention is split by head width, without sliding windows. Experts need balanced routing on one
-GPU. The most frequent kernel of a file is kept; an unreadable file, a missing column or another card is
-refused.
+Layout: `<package>/systems/data/<system>/<family>/<stack>/<version>/<file>.parquet`. Stacks are tried in one
+order for every GPU, newest version first. A row's place is log2 of its sizes. Rows are 16-bit, and fp8 for
+GEMMs; attention is by head width, without sliding windows; experts have balanced routing on one GPU. A file's
+most frequent kernel is kept; unreadable files, missing columns and other cards are refused.
 
-Collectors repeat a kernel: rows whose weights all fit in L2 are dropped, attention rows record the share that
-fits. Arrays are cached in `$XDG_CACHE_HOME/tessera/tables`.
+Collectors repeat a kernel: rows with all weights in L2 are dropped, attention rows record the share in it.
+Arrays are cached in `$XDG_CACHE_HOME/tessera/tables`.
 """
 
 import hashlib
@@ -37,16 +36,16 @@ Filter = list[tuple[str, str, Any]]
 Mask = npt.NDArray[np.bool_]
 Arrays = dict[str, npt.NDArray[Any]]
 
-# A GEMM collector rotates so many copies.
+# Copies that a GEMM collector rotates.
 WEIGHT_COPIES = 6
-# The constant term dominates, wherever the bytes come from.
+# The constant term dominates.
 SMALL_BYTES = 1 << 20
 BF16, FP8 = "bfloat16", "fp8"
 ITEM_BYTES = {BF16: 2, FP8: 1}
 ARITHMETIC = {FP8: "float8_e4m3fn"}
 HEAD_WIDTHS = ("64", "128", "192", "256")
-# Up to so many rows per group, weights bind a grouped GEMM in every library. On one H200 PyTorch took half
-# the time of the fused kernels at 256 rows and about the same at 4.
+# Rows per group up to which weights bind a grouped GEMM in every library. On one H200 PyTorch took half the
+# fused kernels' time at 256 rows, about the same at 4.
 MAX_EXPERT_ROWS = 64
 # Queries from which attention rows are prompts.
 MIN_PROMPT = 9
@@ -171,7 +170,7 @@ def _moe_places(c: Columns) -> Array:
 KINDS: dict[OpClass, Kind] = {
     kind.op: kind
     for kind in (
-        # All three call cuBLAS at 16 bits; sglang has the same 35,742 shapes on every GPU.
+        # All call cuBLAS at 16 bits; sglang has the same 35,742 shapes on every GPU.
         Kind(
             OpClass.GEMM, "gemm", "gemm_perf.parquet", ("m", "n", "k"), ("sglang", "vllm", "trtllm"),
             (BF16, FP8), lambda variant: [("gemm_dtype", "=", variant)],
@@ -208,8 +207,8 @@ KINDS: dict[OpClass, Kind] = {
 def usable(columns: Columns, loads: tuple[Loads, ...], wrong: Mask, op: OpClass) -> Mask:
     """Rows with weights from memory and experts with a gate.
 
-    Experts without a gate do two thirds of the work and are not marked. A row that would be impossible with a
-    gate reveals such a layer; all its rows are dropped.
+    Experts without a gate do two thirds of the work and are not marked. A row impossible with a gate reveals
+    such a layer, whose rows are all dropped.
     """
     if op not in (OpClass.GEMM, OpClass.GROUPED):
         return np.ones(len(wrong), dtype=np.bool_)

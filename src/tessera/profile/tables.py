@@ -1,13 +1,13 @@
 """Prices launches from measured tables.
 
-A table is refused if it has few rows or many impossible ones, if prompt attention does not grow
-quadratically, or if it differs from every other table of the chip. Single rows faster than the GPU's peaks
-are dropped. Not detected: errors below SAME_CHIP_FACTOR, or shared by all stacks.
+A table is refused if it has few rows or many impossible ones, if prompt attention is not quadratic, or if it
+differs from every other table of the chip. Rows faster than the GPU's peaks are dropped. Not detected: errors
+below SAME_CHIP_FACTOR, or shared by all stacks.
 
 Interpolation is of log(measured / modelled), weighted by one over the squared distance to the nearest points,
 in octaves. The error at a distance is measured on the table's own points with all nearer points hidden.
 Beyond the last of RADII, or more than MAX_BEYOND outside the table's sizes, the fitted model is used. The
-relative error combines interpolation error, spread between stacks and, for grouped GEMMs, an assumption.
+error combines interpolation, spread between stacks and, for grouped GEMMs, an assumption.
 """
 
 import hashlib
@@ -39,14 +39,14 @@ RADII = (0.01, 0.5, 1.0, 2.0)
 MAX_BEYOND = 2.0
 MAX_JUDGED = 120
 MIN_ROWS = 300
-# For clocks above the data sheet and inexact sizes.
+# For clocks above the data sheet, inexact sizes.
 ALLOWANCE = 1.10
 MAX_IMPOSSIBLE = 0.02
 # Prompts this long are quadratic; the limit is halfway to linear.
 LONG_PROMPT = 4096
 MIN_EXPONENT = 1.5
 SAME_CHIP_FACTOR = 2.5
-# Collectors read decode attention partly from L2; the model puts those bytes back into memory. An assumption.
+# Collectors read decode attention partly from L2; the model puts these bytes into memory. An assumption.
 CORRECTION_ERROR = 0.25
 # Clock and run-to-run noise: an assumption.
 LEAST_ERROR = 0.02
@@ -157,12 +157,12 @@ def against_model(rows: Rows, spec: Gpu) -> tuple[Array, Mask, Mask]:
     base = np.sum([fitted.predict(params, x, peaks) for x in loads], axis=0)
     wrong = impossible(rows.us, loads, peaks)
     usable = table_files.usable(rows.columns, loads, wrong, rows.file.op)
-    # For experts an impossible row means another layer than assumed, not a wrong time.
+    # An impossible row of experts means another layer than assumed.
     return base, usable, wrong & usable if rows.file.op is OpClass.GROUPED else wrong
 
 
 def _judged(root: Path, rows: Rows, surface: Surface, cache_to: Path) -> tuple[Array, float, list[float]]:
-    """Errors by distance, spread between stacks, log ratios to other tables of the chip."""
+    """Errors by distance, spread between stacks, log ratios to tables of the chip."""
     chip = gpu(rows.file.gpu).chip
     alike = [g.name for g in GPUS.values() if g.chip == chip and g.name in table_files.SYSTEMS]
     found = (f for name in alike for f in table_files.files_of(root, name, rows.file.op))
@@ -236,7 +236,7 @@ def _keys(rows: Rows) -> npt.NDArray[np.void]:
 
 
 def _check_chip(ratios: Sequence[float], chip: str) -> None:
-    """Refuses a table off by a factor, in one direction, from at least two others of the chip."""
+    """Refuses a table off by a factor, in one direction, from two others of the chip or more."""
     limit = float(np.log(SAME_CHIP_FACTOR))
     for sign, word in ((-1.0, "faster"), (1.0, "slower")):
         if len(ratios) >= 2 and all(sign * r > limit for r in ratios):

@@ -4,8 +4,8 @@ A rule is a function `(ins, decoder) -> Step`, registered with `@rule("add", "su
 without a rule raises UnknownInstruction when executed.
 
 Blocks end at branches, calls, barriers and labels; a warp collective is a block of its own. A block's rank is
-its post-order position in the post-dominator tree, so running the lowest-ranked block first reconverges lanes
-at immediate post-dominators.
+its post-order position in the post-dominator tree: running the lowest rank first reconverges lanes at
+immediate post-dominators.
 """
 
 import re
@@ -325,8 +325,7 @@ class Decoder:
 def _register_formals(function: Function) -> dict[str, str]:
     """Name -> type, as in `.func f (.reg .b32 k)`.
 
-    The syntax tree does not mark them; registers are used in arithmetic, parameters in memory are only
-    loaded, stored or moved.
+    The syntax tree does not mark them; only registers are used in arithmetic.
     """
     if function.is_entry:
         return {}

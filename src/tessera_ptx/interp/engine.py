@@ -2,8 +2,8 @@
 
 Lanes at the same block of the same frame form a group; the group with the lowest rank (see `decode`) runs
 first. Lanes wait at a block barrier for all living lanes of their block or the given count, and at a warp
-collective for all living lanes of the member mask. Every 1,024 blocks the longest waiting group runs, so
-spinning lanes do not block writers. If all groups wait, Deadlock names the line. A frame belongs to a chain
+collective for all living lanes of the member mask. Every 1,024 blocks the longest waiting group runs:
+spinning lanes must not block writers. If all groups wait, Deadlock names the line. A frame belongs to a chain
 of call sites and is shared by its lanes, each with its own registers and local memory.
 """
 
@@ -48,7 +48,7 @@ class CallInfo:
 
 
 def describe(block: CodeBlock, decoder: Decoder) -> None:
-    """What cannot be decoded is refused when executed."""
+    """Undecodable steps are refused when executed."""
     try:
         if block.kind == "collective":
             block.info = member_getter(block.body[0], decoder)

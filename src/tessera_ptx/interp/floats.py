@@ -1,9 +1,8 @@
 """Floating-point operations missing in NumPy: rounding modes, fused multiply-add, small formats.
 
-Directed rounding uses a pair (value, error): `value` is the nearest double, `error` the sign of the
-remainder, so rounding to single is of the exact result. Not exact: `f64` with directed rounding (nearest is
-used) and double fused multiply-add (within one ulp). Approximate instructions (`ex2.approx`, ...) are
-correctly rounded, within PTX's error bounds.
+Directed rounding uses a pair (nearest double, sign of the remainder), so rounding to single is of the exact
+result. Not exact: `f64` with directed rounding (nearest is used) and double fused multiply-add (within one
+ulp). Approximate instructions (`ex2.approx`, ...) are correctly rounded, within PTX's error bounds.
 """
 
 from typing import Any
@@ -66,7 +65,6 @@ def multiply(a: Array, b: Array, mode: str) -> Array:
 
 
 def fused(a: Array, b: Array, c: Array, mode: str = "n") -> Array:
-    """Rounded once."""
     if a.dtype == np.float16:
         return (a.astype(np.float64) * b.astype(np.float64) + c.astype(np.float64)).astype(np.float16)
     if a.dtype == np.float32:

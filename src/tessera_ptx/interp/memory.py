@@ -6,9 +6,8 @@
     param     offset in the kernel's parameter block below FRAMES, else an offset in the lane's strip,
               which also holds the parameters of device functions; generic form PARAM + offset
 
-Every access must be inside one buffer and aligned. Global bytes read, written and atomically updated are
-marked in three masks. Constant and module variables are arena buffers. Unsized (extern) shared arrays lie
-behind the others.
+Every access must be inside one buffer and aligned. Three masks mark global bytes read, written and atomically
+updated. Constant and module variables are arena buffers.
 """
 
 import re

@@ -1,8 +1,8 @@
 """PTX types in NumPy.
 
-A register is an array of unsigned integers, one per lane, of its declared width (predicates: bool).
-Instructions read it as their own type: a `view`, or the low bits. Writes sign-extend signed types and
-zero-extend others. bf16 and packed pairs are bits, converted by `floats`.
+A register is an array of unsigned integers of its width, one per lane (predicates: bool). Instructions read
+it as their own type: a `view`, or the low bits. Writes sign-extend signed types and zero-extend others. bf16
+and packed pairs are bits, converted by `floats`.
 """
 
 from typing import Any, NamedTuple

@@ -1,9 +1,9 @@
-"""Models of steps: a built-in name, a folder with a Hugging Face config.json, or module:callable.
+"""Models of steps: a built-in name, a folder with a config.json, or module:callable.
 
-A name such as org/model means its folder in Hugging Face's local cache.
+A name such as org/model is its folder in Hugging Face's local cache.
 
-The callable of module:callable gets the Step and returns a `Workload`, or an nn.Module with example inputs, a
-dict or tuple (see `function`). Its module is imported with the current folder on the path.
+The callable gets the Step and returns a `Workload`, or an nn.Module with example inputs, a dict or tuple (see
+`function`). Its module is imported with the current folder on the path.
 """
 
 import importlib

@@ -1,8 +1,7 @@
 """Checkpoint folders, checked before use: configuration, weights, memory.
 
-Weights come from *.safetensors inside the folder; links may lead only to Hugging Face's cache. A model is
-measured on the meta device before memory is taken. Nothing is downloaded. Library errors become one line with
-the folder. Not handled: files that change while read.
+Weights come from *.safetensors in the folder; links may lead only to Hugging Face's cache. A model is sized
+on the meta device first. Nothing is downloaded. Library errors become one line with the folder.
 """
 
 import json
@@ -158,7 +157,7 @@ def read_weights(folder: Path) -> dict[str, Any]:
 
 
 def dtype_of(folder: Path) -> torch.dtype:
-    """Type of most weights that products have."""
+    """Type of most weights of products."""
     sizes = Counter[torch.dtype]()
     for tensor in read_weights(folder).values():
         if dtype := DTYPES.get(str(tensor.get_dtype())):
@@ -167,7 +166,7 @@ def dtype_of(folder: Path) -> torch.dtype:
 
 
 def widened(model: Any, names: Iterable[str]) -> Any:
-    """Weights with one of the names are in float32, as the model's library reads them."""
+    """Weights of these names are in float32, as the model's library reads them."""
     kept = [re.compile(name.replace("*", ".*")) for name in names]
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         is_short = tensor.is_floating_point() and tensor.itemsize < 4
@@ -202,7 +201,7 @@ def _listed(folder: Path) -> tuple[dict[str, str], list[str]]:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """Path of a weight file, which must lie in the folder or its cache."""
+    """The file must lie in the folder or its cache."""
     path = folder / name
     if Path(name).name != name or "\\" in name or not name.endswith(".safetensors"):
         remedy = "Only *.safetensors beside config.json are read: convert them, or download them again."
@@ -219,8 +218,8 @@ def _inside(folder: Path, name: str) -> Path:
 def load(folder: Path, step: Step, make: Callable[[], Any], give: Give, is_packed: bool = False) -> Any:
     """`make` creates the model without weights, `give` with them.
 
-    Without values (fake tensors, meta device) no weights are read. `is_packed`: weights take the files' size,
-    and `give` fills in what they consist of without values too.
+    Without values (fake tensors, meta device) no weights are read. `is_packed`: weights take the files' size;
+    `give` fills in their parts without values too.
     """
     with _bounded(folder):
         if not has_values() and not is_packed:

@@ -1,9 +1,9 @@
 """Denoisers of diffusers: a pipeline's folder, a folder with a config.json, or a built-in size.
 
-The step `denoise` predicts once and moves the latents (state) from one noise level to the next; `sigmas`
-holds both levels, so one trace serves the whole schedule. `context` is the number of patches per picture
-(smallest pixels for a UNet). Other inputs are random, sized by the configuration, or read from `--inputs`;
-unknown required ones are refused. Built-in models use classifier-free guidance: each row runs twice.
+The step `denoise` predicts once and moves the latents (state) to the next noise level; `sigmas` holds both
+levels, so one trace serves the whole schedule. `context` is the number of patches per picture (smallest
+pixels for a UNet). Other inputs are random, sized by the configuration, or read from `--inputs`; unknown
+required ones are refused. Built-in models have classifier-free guidance: rows run twice.
 """
 
 import inspect
@@ -22,7 +22,7 @@ from tessera.ir import Step
 
 STEPS = ("denoise",)
 PIPELINE = "model_index.json"
-# Parts of a pipeline that run once per noise level.
+# Parts of a pipeline that run per noise level.
 PARTS = ("transformer", "unet")
 LATENTS = ("hidden_states", "sample")
 WIDTHS = (

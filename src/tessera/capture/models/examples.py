@@ -21,7 +21,7 @@ PIXELS = "pixel_values"
 # Settings that name the token for a picture.
 PICTURE_WORDS = ("image_token_id", "image_token_index")
 SHOWN = ("input_ids", PIXELS, "input_features", "input_values")
-# Parts of a configuration that tell an input's sizes.
+# Parts of a configuration with an input's sizes.
 PARTS = ("vision_config", "encoder", "backbone_config", "audio_config")
 # Side of a picture where any size is allowed.
 ANY_SIZE = 224
@@ -128,7 +128,7 @@ MAKERS: dict[str, Callable[[Any, Step, torch.Generator], torch.Tensor]] = {
 
 
 class GivenInputs:
-    """Those of the names in `takes` may have any shape; `tokens` is another name of the tokens."""
+    """Those in `takes` may have any shape; `tokens` is another name of the tokens."""
 
     def __init__(self, step: Step, takes: Iterable[str] = (), tokens: str = "tokens") -> None:
         held = _read_inputs(step.inputs) if step.inputs else {}
@@ -136,7 +136,7 @@ class GivenInputs:
         self._file, self._takes = step.inputs, tuple(takes)
 
     def over(self, made: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
-        """`made`, with the file's tensors for seed 0 and `fresh` values for others in their places."""
+        """`made`, with the file's tensors for seed 0 and `fresh` ones for others."""
         for name, tensor in self._tensors.items():
             if name not in self._takes and (name not in made or made[name].shape != tensor.shape):
                 known = ", ".join(self._takes or (f"{n} {tuple(t.shape)}" for n, t in made.items()))

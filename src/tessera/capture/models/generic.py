@@ -1,4 +1,4 @@
-"""Steps of transformers models, and the one call (`forward`) of every decoder's step.
+"""Steps of transformers models, and the one call (`forward`) of decoders.
 
     prefill  reads `context` tokens per row and leaves room for `context + reserve` positions
     decode   reads one token per row, at the row's own position if the model takes positions
@@ -6,7 +6,7 @@
     call     the plain forward, without a cache
 
 State of prefill and decode is the model's cache (`rows`, else what the model returns). If a decode changes
-its cache's shapes, cache tensors are inputs and outputs at one context instead.
+its cache's shapes, the cache is inputs and outputs at one context instead.
 
 Prefill rows may be shorter than the step: `last` is each row's last token if every layer keeps keys by
 position; recurrent models align rows at the end with a `mask`; models with both read full rows.
@@ -112,7 +112,7 @@ def rope_index_of(model: Any) -> Callable[..., Any] | None:
 def attributes_kept(
     model: torch.nn.Module, tensors: Tensors | None = None
 ) -> Iterator[Callable[[], dict[str, torch.Tensor]]]:
-    """Tensors that a call leaves in attributes are restored; yields a function returning them."""
+    """Restores attributes; yields a function for the tensors that a call left in them."""
     parts = dict(model.named_modules())
     before = {path: dict(vars(part)) for path, part in parts.items()}
     for name, tensor in (tensors or {}).items():
@@ -251,8 +251,8 @@ class CachedSteps:
         return count
 
     def _learn(self) -> None:
-        """Uses the first that works: a row cache, one beside a mask that hides nothing (without it some
-        models read the length on the host), the model's own cache.
+        """Uses the first that works: a row cache, one beside a mask that hides nothing (else some models read
+        the length on the host), the model's own.
         """
         from tessera.capture.models.rows import RowCache, RowPairCache
 
@@ -413,7 +413,7 @@ class CachedSteps:
         return state
 
     def _follow(self, first: Tensors, run: int, last: Tensors) -> dict[str, torch.Tensor]:
-        """Each row reads its chosen token at the next position; a prefill takes encoder results."""
+        """Each row reads its chosen token next; a prefill takes encoder results."""
         if ENCODED in last:
             return {**self._inputs(0), ENCODED: last[ENCODED].clone()}
         if "next_tokens" not in last or (not self._is_carried and not self._is_prefill):
@@ -452,7 +452,7 @@ def head_reads(model: Any, pick: Callable[[torch.Tensor], torch.Tensor] | None) 
 
 
 def call_on_fakes(model: Any) -> None:
-    """Calls the model on a few tokens, without values."""
+    """A few tokens, without values."""
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     mode = detect_fake_mode(list(held.values())) or FakeTensorMode(allow_non_fake_inputs=True)
     with mode:

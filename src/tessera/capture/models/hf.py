@@ -1,8 +1,8 @@
 """Models of transformers: from a configuration with random weights, or a checkpoint folder.
 
-`attend` reads the key/value cache once. Hugging Face repeats keys and values for every query head, which
-copies the cache several times per decode; here query heads that share a key head are rows of one attention
-call. Attention sinks (`s_aux`) and `softcap` have no torch kernel: they are computed by formula.
+`attend` reads the key/value cache once. Hugging Face repeats keys and values for every query head, several
+copies of the cache per decode; here query heads that share a key head are rows of one call. Attention sinks
+(`s_aux`) and `softcap`, without a torch kernel, are computed by formula.
 """
 
 import logging
@@ -36,7 +36,7 @@ _AUTO = (
     "AutoModelForCausalLM",
     "AutoModel",
 )
-# They advise other implementations, which no step uses.
+# They advise implementations that no step uses.
 _ADVISERS = ("transformers.integrations.hub_kernels", "transformers.models.mamba2.modeling_mamba2")
 ATTENTION = "tessera"
 
@@ -122,7 +122,7 @@ def _transformers() -> Any:
 def _workload(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) -> Workload:
     model = _model(config, step, dtype, folder)
     if torch.get_default_device().type == "cuda" and checkpoint.has_values():
-        move(model, torch.get_default_device())  # joined products, adapters and the layout are made there
+        move(model, torch.get_default_device())  # joined products, adapters and layout are made there
     if step.joined_products:
         from tessera.capture.models.generic import call_on_fakes
         from tessera.capture.models.joined import join_products
@@ -183,7 +183,7 @@ def _model(config: Any, step: Step, dtype: torch.dtype, folder: Path | None) -> 
         with torch.device("cpu") if is_read and torch.get_default_device().type == "cuda" else nullcontext():
             model = checkpoint.load(folder, step, make, give, packing is not None)
     if model._can_set_experts_implementation():
-        # The eager path of experts reads the routing on the host; grouped products need rows of 16 bytes.
+        # Eager experts read the routing on the host; grouped products need rows of 16 bytes.
         experts = [p for name, p in model.named_parameters() if name.endswith("_proj") and p.dim() == 3]
         is_even = all(n * p.element_size() % 16 == 0 for p in experts for n in p.shape[1:])
         model.set_experts_implementation("grouped_mm" if is_even or packing else "batched_mm")
@@ -253,7 +253,7 @@ def attend(
         out = scaled_dot_product_attention(rows, key, value, attention_mask, scale=scaling)
         out = out.reshape(batch, heads, 1, -1)
     else:
-        # Many queries: one mask row each; repeating keys costs little beside the products.
+        # Many queries, one mask row each: repeating keys costs little beside the products.
         key, value = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
         out = scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling)
     return out.transpose(1, 2).contiguous(), None

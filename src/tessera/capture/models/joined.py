@@ -108,7 +108,7 @@ def join_products(model: torch.nn.Module, call: Callable[[], object]) -> int:
         return 0
     groups = _groups(model, joinable, inputs)
     first_of = {kind: (path, kind) for path, kind in reversed(groups)}
-    # Mostly all kinds fit, which one call tells.
+    # Mostly all kinds fit: one call tells.
     if first_of and not _runs(model, first_of.values(), call):
         fitting = [kind for kind, group in first_of.items() if _runs(model, [group], call)]
         groups = [(path, kind) for path, kind in groups if kind in fitting]

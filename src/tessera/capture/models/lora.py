@@ -1,10 +1,9 @@
 """LoRA adapters beside their base model: rows of one step may use different ones, or none.
 
-`add_adapters` reads peft folders. An `AdaptedLinear` holds the matrices of all adapters, padded to the
-largest rank.
+An `AdaptedLinear` holds the matrices of all adapters, padded to the largest rank.
 
 Refused by name: other kinds of adapters, DoRA, trained biases, modules saved whole, changed bases (PiSSA),
-settings that are not known, adapted embeddings, heads, experts and layers that the model does not call.
+unknown settings, adapted embeddings, heads, experts and layers that the model does not call.
 """
 
 import math
@@ -24,7 +23,7 @@ from tessera.capture.models.joined import JoinedLinear, JoinedPart
 from tessera.errors import CaptureError
 from tessera.ir.files import packaged
 
-# Settings of peft, with the values that do not change the product; any other must be off. Other ways to begin
+# Settings of peft, with values that do not change the product; others must be off. Other ways to begin
 # (PiSSA, OLoRA, LoftQ, CorDA) change the base.
 PLAIN_SETTINGS = packaged("capture.models", "adapter.json", dict[str, tuple[Any, ...]])
 PREFIX = "base_model.model."
@@ -75,8 +74,8 @@ def num_adapters(model: Any) -> int:
 
 @contextmanager
 def using_adapters(model: Any, rows: torch.Tensor | None) -> Iterator[None]:
-    """Token t of a call has adapter rows[t]; 0: none. A model that reads a layer's weight itself would leave
-    its adapter out.
+    """Token t has adapter rows[t]; 0: none. A model that reads a layer's weight itself leaves its adapter
+    out.
     """
     choice = getattr(model, "adapter_choice", None)
     if choice is None:
@@ -90,7 +89,7 @@ def using_adapters(model: Any, rows: torch.Tensor | None) -> Iterator[None]:
 
 
 def add_adapters(model: Any, folders: Sequence[str]) -> None:
-    """Puts adapters beside their layers; folder i is adapter i + 1."""
+    """Folder i is adapter i + 1."""
     adapters = [_read(Path(folder)) for folder in folders]
     paths = dict.fromkeys(path for adapter in adapters for path in adapter)
     choice = model.adapter_choice = AdapterChoice(len(adapters), set(paths))

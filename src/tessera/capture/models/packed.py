@@ -1,17 +1,14 @@
 """Quantised checkpoints as published: weights stay packed in memory, products are one operator.
 
-`packed_tensors` groups a folder's tensors into `PackedWeight`s, by these suffixes:
+`packed_tensors` groups a folder's tensors into `PackedWeight`s, by suffix (`_READERS`):
 
-    method                       weight            beside it
-    gptq (4, 8 bits)             .qweight          .scales .qzeros .g_idx      int32, packed along inputs
-    awq (gemm, 4 bits)           .qweight          .scales .qzeros             int32, interleaved outputs
-    compressed-tensors, packed   .weight_packed    .weight_scale .weight_zero_point .weight_g_idx
-    compressed-tensors, fp8,     .weight           .weight_scale or .weight_scale_inv .weight_zero_point
-      fbgemm_fp8, modelopt       (or no suffix)    one scale per tensor, row, group or block
-    mxfp4                        _blocks           _scales
+    gptq     4, 8 bits          int32, packed along inputs
+    awq      gemm, 4 bits       int32, interleaved outputs
+    pack     compressed-tensors, packed
+    scaled   compressed-tensors, fp8, fbgemm_fp8, modelopt: one scale per tensor, row, group or block
+    mxfp4
 
-A `PackedWeight` is a parameter like another: transformers renames, stacks and joins it, so no model needs
-code of its own.
+A `PackedWeight` is a parameter: transformers renames, stacks and joins it, so no model needs code of its own.
 
 Not handled: quantised activations and caches (products are weight-only), 2 and 3 bits. torchao's weights are
 read by transformers.
@@ -362,8 +359,8 @@ def packed_tensors(
     tensors: Tensors, packing: Packing, dtype: torch.dtype, shapes: Mapping[str, Sequence[int]],
     is_outline: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """`shapes`: the model's parameters; a weight of the exchanged shape is exchanged. `is_outline`: none has
-    values, and only zeros and groups are read, which decide what a weight consists of.
+    """`shapes`: the model's parameters; a weight of exchanged shape is exchanged. `is_outline`: none has
+    values; only zeros and groups are read, which decide what a weight consists of.
     """
     result = dict(tensors)
     if is_outline:

@@ -1,8 +1,8 @@
 """Step of a served language model: tokens of several sequences, keys and values in pages.
 
 At most `batch` sequences, `context` tokens, `reserve` positions in all pages (see `kernels.paged`); padding
-writes to page 0. Layers of each window have a page table of their own (`slots`, `page_starts`; `of_group`),
-all in the same pages. The first layout that works is used:
+writes to page 0. Layers of each window have their own page table (`slots`, `page_starts`; `of_group`), all in
+the same pages. The first layout that works is used:
 
     flat   all tokens in one row; recurrent state has a row per sequence: `rows` tells which, and which begin
     split  each token in a row, for models with their own attention: keys and values are gathered from pages
@@ -11,10 +11,10 @@ all in the same pages. The first layout that works is used:
            is set
     dense  as rows, with keys and values as in split
 
-Outputs are logits of each sequence's newest token and the next one, chosen by tessera::choose; unused
-sequences get arbitrary finite numbers. A negative token refers to the previous step's choice (-1: first
-sequence), kept in the state `newest`, so steps need not wait for the host. Steps with pictures take `image`
-and `is_image`, of some models `rotary`, those with LoRA adapters each token's (`adapters`).
+Outputs are logits of each sequence's newest token and the next one, by tessera::choose; unused sequences get
+any finite numbers. A negative token is the previous step's choice (-1: first sequence), in the state
+`newest`, so steps need not wait for the host. Steps with pictures take `image` and `is_image`, of some models
+`rotary`, those with LoRA adapters each token's (`adapters`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -145,7 +145,7 @@ def _find_layout(model: Any) -> StepLayout:
 
 
 def _fix_frequencies(model: Any) -> None:
-    """Frequencies that follow a call's longest sequence stay those of sequences up to `max_positions`."""
+    """Frequencies that follow the longest sequence stay those up to `max_positions`."""
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         if isinstance(kinds, dict):
@@ -192,7 +192,7 @@ def _try(model: Any, kind: str, selects: bool) -> StepLayout:
     if logits.dim() != 2 or len(logits) != NUM_TRIED:
         raise ValueError("it returns no logits per sequence")
     layout = replace(_describe_layout(kind, left), selects=selects)
-    # A GPU's kernels were not tried with 32 bits of every shape.
+    # GPU kernels are untried with 32 bits of every shape.
     is_sure = model.device.type == "cuda" and (kind == ROWS or (kind == FLAT and not layout.rows))
     is_sure = is_sure and not needs_positions and not selects
     if not is_sure and model.device.type != "meta" and not isinstance(logits, FakeTensor):
@@ -201,9 +201,9 @@ def _try(model: Any, kind: str, selects: bool) -> StepLayout:
 
 
 def _selects(model: Any) -> bool:
-    """True if a call reads values of its tokens: which experts they choose.
+    """True if a call reads which experts its tokens choose.
 
-    Transformers has paths for experts of most models, which do not.
+    Transformers' paths for experts of most models do not.
     """
     if model._can_set_experts_implementation() or "expert" not in model.config.to_json_string():
         return False
@@ -215,7 +215,7 @@ def _selects(model: Any) -> bool:
 
 
 def _own_cache(model: Any) -> Any:
-    """The model's cache after a token of each sequence; None if it is of transformers' classes."""
+    """After a token of each sequence; None for transformers' classes."""
     tokens = torch.ones((NUM_TRIED, 1), dtype=torch.long, device=model.device)
     with generic.isolated(model):
         cache = getattr(model(input_ids=tokens, use_cache=True), _cache_name(model), None)
@@ -225,8 +225,8 @@ def _own_cache(model: Any) -> Any:
 def _check_logits(model: Any, layout: StepLayout) -> None:
     """Raises unless a few tokens, in parts, get the plain forward's logits.
 
-    A model's own attention may treat masks and lengths in any way, its recurrence may have another form. Both
-    are computed with 32-bit numbers: many layers amplify the rounding of 16-bit ones to any error.
+    A model's attention may treat masks and lengths in any way, its recurrence may have another form. Both run
+    with 32-bit numbers: many layers amplify the rounding of 16-bit ones to any error.
     """
     parts = ((0, 2), (2, 3)) if layout.is_packed else ((0, 1), (1, 2), (2, 3))
     num, pages = NUM_TRIED * parts[0][1], 1 + NUM_TRIED * max(1, len(layout.windows))
@@ -365,7 +365,7 @@ def expected_length(step: Step) -> int:
 
 
 def num_entries(step: Step) -> int:
-    """Entries of a page table: twice the pages, since sequences may share them."""
+    """Twice the pages, since sequences may share them."""
     return 2 * (step.reserve // PAGE)
 
 
@@ -555,7 +555,7 @@ def _padded(parts: Sequence[tuple[int, int]], num: int) -> list[tuple[int, int]]
 
 
 def lay_out(step: Step, parts: Sequence[tuple[int, int]], free: Sequence[int]) -> dict[str, torch.Tensor]:
-    """Positions and page tables of a step; groups have the same pages where too few are free."""
+    """Positions and page tables; groups have the same pages where too few are free."""
     lengths, new = np.array(_padded(parts, step.batch)).T
     starts, firsts = (np.cumsum([0, *each]) for each in (-(-lengths // PAGE), new))
     num, used = firsts[-1], starts[-1]

@@ -1,8 +1,8 @@
 """A transformers cache with paged keys and values, and attention over it.
 
-A layer's pages hold all positions that its window covers. Layers with the same window form a group with a
-page table of its own (`join_layers`). Layers of different groups share tensors: a page belongs to one group
-of one sequence at a time, so pages behind a window are free for any group.
+A layer's pages hold the positions of its window. Layers with the same window form a group with a page table
+of its own (`join_layers`). Layers of different groups share tensors: a page belongs to one group of one
+sequence at a time, so pages behind a window are free for any group.
 
 During a call every registered attention function is the paged operator, and a mask is the model's visibility
 rule (`PageMask`), which must be a window. For a model with its own attention, each row's keys and values are
@@ -27,7 +27,7 @@ from tessera.kernels import MAX_GROUPS, PAGE
 NUM_FIRST_PAGES = 8
 # Query heads per program for latents.
 MAX_LATENT_GROUP = 16
-# Tensor arguments that do not change attention.
+# Tensor arguments without effect on attention.
 HARMLESS = ("position_ids", "cache_position", "s_aux")
 
 
@@ -144,14 +144,14 @@ class PagedCache(StaticCache):  # type: ignore[misc]
         self.counts_tokens = self.is_counted = False
 
     def adopt(self, cache: Any) -> None:
-        """Takes the class of a model's own cache, and what that keeps by row, beside the pages."""
+        """Takes the class of a model's own cache, and what it keeps by row."""
         self._adopted = [name for name in vars(cache) if name not in vars(self)]
         self.__dict__ |= {name: vars(cache)[name] for name in self._adopted}
         self.__class__ = type(type(cache).__name__, (type(self), type(cache)), {})
 
     @property
     def states(self) -> list[Any]:
-        """What is kept by row: states of recurrent layers, attributes of a model's own class of cache."""
+        """Kept by row: states of recurrent layers, attributes of a model's own class of cache."""
         recurrent = [x for x in self.layers if isinstance(x, cache_utils.LinearAttentionCacheLayerMixin)]
         by_layer = [(layer.conv_states, layer.recurrent_states) for layer in recurrent]
         return [*by_layer, *(vars(self)[name] for name in self._adopted)]
@@ -179,9 +179,7 @@ class PagedCache(StaticCache):  # type: ignore[misc]
             layer.begin(tables[layer.group] if tables else None)
 
     def join_layers(self) -> tuple[int, ...]:
-        """Returns the window of each group, full ones first. Layers with pages of different sizes share no
-        tensor.
-        """
+        """Returns the window of each group, full ones first. Pages of different sizes share no tensor."""
         layers = [layer for layer in self.paged if layer.is_initialized]
         by_window: dict[int, list[PagedLayer]] = {}
         for layer in layers:
@@ -218,9 +216,7 @@ class PageMask:
 
     @cached_property
     def window(self) -> int:
-        """0 for all earlier positions; rules that are no window are refused. A rule is sampled where rules
-        differ.
-        """
+        """0 for all earlier positions; refuses rules that are no window, by samples where rules differ."""
         window, reach = self._window, self._window or 64
         now = [0, 1, reach - 1, reach, reach + 1, 2 * reach + reach // 2, 7 * reach + 3]
         ago = [-1, 0, 1, reach // 2, reach - 1, reach, reach + 1, 5 * reach]
@@ -301,7 +297,7 @@ def exchanged_attention(model: torch.nn.Module, cache: PagedCache, is_dense: boo
         if not is_dense:
             stack.enter_context(attention_of(plain, mix, latent))
             for module in filter(is_indexer, model.modules()):
-                # It selects all positions of a sequence: there are no more, see `paged.max_positions`.
+                # It selects all positions, see `paged.max_positions`.
                 stack.enter_context(patch.object(module, "forward", lambda *_, **__: True))
         yield
 

@@ -1,12 +1,12 @@
 """Pictures in prompts of any vision-language model whose picture is one tensor of a fixed size.
 
-`form_of` asks the folder's own processor what one picture becomes: its pixels, further arguments of
-`get_image_features` (sizes, grids, masks) and the tokens that stand for it in a prompt. Where these follow
-the size of a picture, all become one square first. An encode step returns what `get_image_features` returns;
-a served step has that in place of the tokens.
+`form_of` asks the folder's processor what a picture becomes: its pixels, further arguments of
+`get_image_features` (sizes, grids, masks) and the tokens that stand for it in a prompt. Where these follow a
+picture's size, all become one square first. An encode step returns what `get_image_features` returns, which a
+served step has in place of the tokens.
 
-A model is served so only if its own forward, with pixels, has the logits of a text with these embeddings.
-Attention in both directions, or features for several layers, give others: such a model reads text only.
+Served only if the model's own forward, with pixels, has the logits of a text with these embeddings. Attention
+in both directions, or features for several layers, give others: such models read text only.
 """
 
 import threading
@@ -32,7 +32,7 @@ BICUBIC = 3
 # Largest side where a processor keeps a picture's size.
 MAX_SIDE = 448
 FILES = ("preprocessor_config.json", "processor_config.json")
-# Relative to the largest logit; equal sums are expected.
+# Relative to the largest logit.
 MAX_ERROR = 3e-4
 # What a processor makes of the text: 1 for a picture's tokens.
 TYPES = ("token_type_ids", "mm_token_type_ids")
@@ -123,7 +123,7 @@ def _find_form(model: Any, folder: Path) -> PictureForm:
 def _opened(model: Any, folder: Path, word: int) -> PictureForm:
     library, own = extra_module("transformers", "hf"), own_processor(model.config)
     if any((folder / name).is_file() for name in FILES):
-        # Where positions follow a grid, all tokens around a picture are the template's.
+        # Where positions follow a grid, tokens around a picture are the template's.
         has_grid = generic.rope_index_of(model) is not None
         kind = library.AutoImageProcessor if has_grid else library.AutoProcessor
         own = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -176,7 +176,7 @@ def _in_prompt(model: Any, form: PictureForm) -> PictureForm:
 
 
 def _check(model: Any, form: PictureForm, first: int) -> None:
-    """Raises unless every token has the logits of a text with these embeddings."""
+    """Raises unless pixels and embeddings give equal logits."""
     own, is_image = form.arguments(model), form.example["input_ids"][0] == form.word
     words = model.get_input_embeddings()(own["input_ids"].masked_fill(is_image, 0))
     words[0, is_image] = _embeddings(model, form, own[PIXELS])

@@ -1,10 +1,9 @@
 """Recurrent layers of transformers models over packed tokens, by the operators of `kernels.recurrent`.
 
-Models call their convolutions and scans as functions of their own module, by a few names (`FUNCTIONS`), which
-a call exchanges. A model always takes its path for several tokens, because the cache reports no earlier
-state.
+Models call convolutions and scans as functions of their module, by a few names (`FUNCTIONS`), which a call
+exchanges. Models always take their path for several tokens: the cache reports no earlier state.
 
-A model whose recurrence has another name, or that changes its state itself, raises ValueError.
+A recurrence of another name, or a model that changes its state itself, raises ValueError.
 """
 
 import sys
@@ -21,8 +20,6 @@ from tessera.capture.models.pages import PagedCache, PageTables
 
 
 class PackedCache(PagedCache):
-    """Recurrent layers read packed tokens, and report no earlier state."""
-
     def begin(self, tables: Sequence[PageTables]) -> None:
         super().begin(tables)
         self.starts: Any = None

@@ -1,7 +1,7 @@
 """Transformers caches with a fixed capacity and a position per row.
 
-Full attention keeps every position; a window of w keeps the last w in a ring (position p in slot p % w). A
-prefill attends to its own keys and leaves each row's last w in the ring. Masks apply the model's rule to row
+Full attention keeps every position, a window of w the last w in a ring (position p in slot p % w). A prefill
+attends to its own keys and leaves each row's last w in the ring. Masks apply the model's rule to row
 positions (`row_mask`). Latent attention (MLA) decodes over latents (`row_latents`).
 """
 
@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from transformers import StaticCache, cache_utils, masking_utils, modeling_utils
 
-# Mask widths are multiples of this, so that no kernel pads them.
+# Mask widths are multiples of this: no kernel pads them.
 MASK_ALIGNMENT = 8
 
 
@@ -51,7 +51,7 @@ class RowLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
         assert slots is not None
         if self.is_sliding and self.last is not None:
             ring = torch.arange(self.slots, device=slots.device)
-            # Newest position up to `last` in each slot; unused slots keep any.
+            # Newest position up to `last` in each slot; others keep any.
             kept = (self.last[:, None] - (self.last[:, None] - ring) % self.slots).clamp_min(0)
             for held, new in ((self.keys, key_states), (self.values, value_states)):
                 held.copy_(new[rows, :, kept].transpose(1, 2))
@@ -212,7 +212,7 @@ def row_masks() -> AbstractContextManager[Any]:
 
 
 def latent_modules(model: torch.nn.Module) -> list[Any]:
-    """Attention modules that cache latents and expand them by a plain product."""
+    """Attention that caches latents and expands them by a plain product."""
     expanding: list[Any] = [module for module in model.modules() if hasattr(module, "expand_kv")]
     return [module for module in expanding if _is_plain(module.kv_b_proj)]
 
@@ -227,9 +227,9 @@ def _is_plain(product: Any) -> bool:
 def attention_of(plain: Callable[..., Any], mix: Callable[..., Any], latent: Sequence[Any]) -> Iterator[None]:
     """Attention by `plain`, but by `mix` in `latent` modules (MLA).
 
-    Keys and values of those are products of latents. The product of a head's keys moves into its queries,
-    that of its values into the result. `mix`: queries of latents and of rotated keys, latents, rotated keys
-    and mask -> mixed latents, positions first.
+    Their keys and values are products of latents. The product of a head's keys moves into its queries, that
+    of its values into the result. `mix`: queries of latents and of rotated keys, latents, rotated keys and
+    mask -> mixed latents, positions first.
     """
 
     def attend(

@@ -1,12 +1,12 @@
-"""Rows that a model selects by value, in tensors whose sizes do not depend on values.
+"""Rows that a model selects by value, in tensors of fixed sizes.
 
 Loops over experts ask which are chosen (`nonzero`), which rows chose one (`where`) or how many did (`tolist`,
 `split`). While `selecting`, the answer is every row with a condition (`Selected`). Functions of single rows
-apply to it; where results are stored (`index_add`, `cat`), rows whose condition is false add nothing. Each
-expert computes all rows: slower than grouped products, and right for every request.
+apply to it; where results are stored (`index_add`, `cat`), rows with a false condition add nothing. Each
+expert computes all rows: slower than grouped products.
 
-Not handled: other uses of selected rows, which raise ValueError with the line; effects of a loop's number
-that are no rows, which are not noticed (`paged` compares logits).
+Not handled: other uses of selected rows, which raise ValueError with the line; effects of a loop's number on
+other values, unnoticed (`paged` compares logits).
 """
 
 import operator
@@ -191,7 +191,7 @@ def _indexed(func: Any, source: Any, index: Any) -> Selected:
 
 
 def _index(place: Any, size: Any) -> Any:
-    """A number beyond the end is that of an expert that no row can choose."""
+    """A number beyond the end is an expert that no row can choose."""
     if isinstance(place, Selected) and place.rows is None:
         return min(place.item(), size - 1)
     return _plain(place)
@@ -210,7 +210,7 @@ SPECIAL: dict[str, Callable[..., Any]] = {
 
 
 def _of_rows(name: str, func: Any, selected: Sequence[Selected], args: Any, kwargs: Any) -> Any:
-    """A result that is no tensor is a shape or a type."""
+    """Other results than tensors are shapes or types."""
     result = func(*_plain(args), **_plain(kwargs))
     tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     rows = {one.rows for one in selected if one.rows is not None}

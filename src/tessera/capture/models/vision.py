@@ -1,11 +1,11 @@
 """Qwen2.5-VL in three steps: encode an image, prefill with it, decode.
 
-encode returns `context` embeddings per row. prefill reads `context` tokens per row; half are image
-placeholders whose embeddings are an input. Positions are in time, height and width. Prefill and decode return
-where each row continues.
+encode returns `context` embeddings per row. prefill reads `context` tokens per row; half stand for the image,
+whose embeddings are an input. Positions are in time, height and width. Prefill and decode return where each
+row continues.
 
-Window boundaries depend on the image size alone and are plain numbers: the vision tower would read them from
-the device.
+Window boundaries, which depend on the image size alone, are plain numbers: the tower would read them from the
+device.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from tessera.ir import Step
 
 # Tokens of a row before its picture.
 NUM_LEADING = 1
-# Rotary positions [3, tokens] of a picture from its first token, and what text after it has more.
+# Rotary positions [3, tokens] of a picture from its first token, and what later text has more.
 Places = tuple[npt.NDArray[np.int64], int]
 
 
@@ -111,7 +111,7 @@ class PictureSteps(CachedSteps):
 
 
 def grid_places(num: int) -> Places:
-    """A picture spans its grid, and text continues after its longer side."""
+    """A picture spans its grid; text continues after the longer side."""
     rows, columns = grid_of(num)
     inside = np.arange(num)
     return np.stack([np.zeros_like(inside), inside // columns, inside % columns]), max(rows, columns) - num

@@ -250,7 +250,6 @@ def funnel(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("bfe")
 def extract(ins: Instruction, decoder: Decoder) -> Step:
-    """Sign-extended for signed types."""
     kind = only(types_of(ins.op.mods), ins)
     top = np.uint32(kind.bits)
 
@@ -439,7 +438,6 @@ def mul(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("mad", "fma", "mad24")
 def fma(ins: Instruction, decoder: Decoder) -> Step:
-    """Floats are rounded once."""
     if is_float(ins):
         mode = mode_of(ins)
         return float_rule(ins, decoder, lambda a, b, c: floats.fused(a, b, c, mode), 3)
@@ -516,5 +514,4 @@ def rounded(ins: Instruction, decoder: Decoder) -> Step:
 
 @rule("copysign")
 def copysign(ins: Instruction, decoder: Decoder) -> Step:
-    """Sign of the first operand."""
     return float_rule(ins, decoder, lambda a, b: np.copysign(b, a), 2)

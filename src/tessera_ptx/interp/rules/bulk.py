@@ -5,8 +5,8 @@ memory; PTX leaves the layout open, here:
 
     bit 0 phase | 20 bits arrivals expected per phase | 20 bits arrivals pending | 22 bits bytes pending
 
-Pending bytes are biased by 2**21, since a copy may arrive before it is expected. A tensor map is opaque in
-PTX; here its 128 bytes are
+Pending bytes are biased by 2**21: a copy may arrive before it is expected. A tensor map is opaque in PTX;
+here its 128 bytes are
 
     0 address | 8 five sizes | 32 four strides in bytes | 64 five box sizes | 84 five element strides
     104 rank - 1 | 108 element type | 112 interleave | 116 swizzle | 120 fill mode

@@ -1,7 +1,7 @@
 """Warp shuffles, votes, matches and reductions.
 
-The engine gathers the lanes of the member mask before such a step. Reading a lane that does not participate
-gives its register, as on hardware.
+The engine gathers the lanes of the member mask first. Reading a lane outside it gives its register, as on
+hardware.
 """
 
 from typing import Any
