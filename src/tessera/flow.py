@@ -29,8 +29,8 @@ Tensors = Mapping[str, torch.Tensor]
 # (step, inputs, the state that it changes) -> outputs.
 RunStep = Callable[[int, Tensors, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
-# Batches at which a step is recorded; others are interpolated from two neighbours. Sizes far apart may
-# compile to other launches: where the first two differ, the next two are taken.
+# Batches at which a step is recorded. Sizes far apart may compile to other launches: where the first two
+# differ, the next two are taken.
 ANCHORS = (16, 48, 64, 128)
 MAX_BUILT_BYTES = 4 << 30
 

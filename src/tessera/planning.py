@@ -3,8 +3,6 @@
 The served step, some tokens of some sequences over pages, is recorded without weights at a few sizes
 (`ANCHORS`) and interpolated at others: everything is linear in tokens, sequences, pages and expected length.
 Anchors do not depend on the load, so outlines serve every load. One more recording checks linearity.
-
-Not handled: models that read one token of each sequence a step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -76,7 +74,6 @@ class ServedSteps:
     _prices: dict[Sizes, fluid.StepPrice] = field(default_factory=dict)
     _us: dict[Sizes, dict[object, Floats]] = field(default_factory=dict)
 
-    # Scope of a mixture of experts -> how often each is chosen.
     frequencies: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def step(self, tokens: int, sequences: int, pool_tokens: int, length: int) -> ir.Step:

@@ -62,7 +62,7 @@ class Capability:
         return [*numbers, (1.0 + NEXT) * numbers[-1]], [*rates, self.capacity_per_s]
 
     def expected(self, rate_per_s: float, error_per_s: float, num_requests: float, window_s: float) -> float:
-        """Expected mean number of requests over a window that begins with `num_requests`.
+        """Mean number of requests over a window that begins with `num_requests`.
 
         The error of the load matters near the capacity, where a slightly higher load is much worse.
         """

@@ -1,8 +1,8 @@
 """corrected: correction factors of costs, from total times of several kernels.
 
 An observation: kernels planned to take p_1, p_2, ... on a device took t in all. Wanted are factors f_k >= 0
-per kernel type and device. Observations are usually fewer than kernels, so the costs' error regularises the
-factors towards 1:
+per kernel type and device. Observations are usually fewer than kernels, so the costs' error draws factors
+towards 1:
 
     minimise  sum over observations of ((sum_k p_k f_k - t) / (noise t))^2  +  sum_k ((f_k - 1) / error_k)^2
 

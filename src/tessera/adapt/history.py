@@ -10,7 +10,7 @@ from statistics import fmean, pvariance, stdev
 from tessera.ir import Load
 from tessera.ir.units import quantile
 
-# Requests kept, and lengths of a load (evenly chosen among those kept).
+# Requests kept, and lengths of a load (evenly chosen).
 MAX_REQUESTS, MAX_LENGTHS = 512, 128
 MIN_REQUESTS = 32
 # Relative difference of a mean length, and its standard errors, at which a load is another one.

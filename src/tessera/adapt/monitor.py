@@ -3,8 +3,7 @@
 Load: arrivals over the last windows of one level, with a standard error (`Meter`). Policies are compared by
 the expected number of requests present, given the load, its error and the requests present now. A switch must
 pay for itself within one of `horizons` windows at both ends of the error interval, by more than `least_gain`;
-no other follows within `dwell_windows`, unless the policy is full. A policy past its capacity is left at any
-price and time.
+no other follows within `dwell_windows`. A policy past its capacity is left at any price and time.
 
 Costs: factors are fitted (`drift`) to the step times of `cost_windows`. An error of `min_drift` triggers a
 replan.
@@ -93,10 +92,10 @@ def planned_us(plan: Plan, index: int, step: int) -> dict[str, Planned]:
 class MonitorConfig:
     window_s: float | None = None
     window_requests: int = 100
-    # Half-width of the load interval, in standard errors. With two, systems near the crossing stayed too long
+    # Half-width of the load interval, in standard errors. With two, systems near the crossing stay too long
     # on the worse side.
     errors: float = 1.0
-    # Standard errors past a capacity that count. With one, a steady load at 0.9 often seemed past it.
+    # Standard errors past a capacity that count. With one, a steady load at 0.9 often seems past it.
     over_errors: float = 2.0
     # Poisson errors between two windows that are one level of load.
     level_errors: float = 3.0

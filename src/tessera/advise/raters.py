@@ -28,7 +28,7 @@ Advance = Callable[[str], None]
 
 # Memory of a card in bounds: a set divides the model.
 UNLIMITED = 1 << 50
-# Always planned, so that others have something to be compared with.
+# Always planned: others are compared with them.
 COPIES = (SINGLE, DATA_PARALLEL)
 
 

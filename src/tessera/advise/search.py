@@ -1,7 +1,7 @@
 """advise: which cards carry a load, at what rate, price and latency. No GPU is needed; all is modelled.
 
-   rent   The cheapest cards that carry the load. Sets of cards are drafted from the cheapest on, as far as
-          their bound carries the rate; those whose draft carries it are planned and rehearsed.
+   rent   The cheapest cards that carry the load. Sets are drafted from the cheapest on if their bound carries
+          the rate, planned and rehearsed if their draft does.
    have   What to do with given cards: the coarsest policy within the error of the prices; and what a copy of
           the model on one more card would add.
 

@@ -2,7 +2,7 @@
 
 Every line of the input is {"custom_id", "method": "POST", "url", "body"}; every line of the output {"id",
 "custom_id", "response": {"status_code", "request_id", "body"}, "error"}, in the order of completion. A line
-is written when its answer is complete, so the same command continues after a kill.
+is written when its answer is complete: the same command continues after a kill.
 
 Not handled: input that changes between two runs.
 """

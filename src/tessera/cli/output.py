@@ -1,15 +1,11 @@
 """How commands talk: one record on standard output, progress on standard error.
 
-A command is a function that returns one frozen record; `printed` makes a command of typer out of it, adds
-`--json` and prints the record.
+A command is a function that returns one frozen record; `printed` makes it a command of typer with `--json`.
 
 - A command never prints to standard output and never declares `--json`.
 - A command that goes on after its record (a service) is a generator and yields it; then the JSON is one line.
   Texts that it yields are for people only (the words of an answer).
 - Types in records must be importable without torch.
-
-`arguments_of` reads a command's arguments from Python values, with the types, limits and conditions of its
-command line.
 """
 
 import functools
@@ -51,7 +47,7 @@ OPTION = "option"
 CONDITIONS = "tessera.conditions"
 PER_TOKEN = "per output token: median over the requests of every group"
 TO_FIRST = "to the first token: median over requests"
-# typer carries its own copy of click in some versions: find the base class of its usage errors.
+# Base class of usage errors: some versions of typer have a click of their own.
 UsageError: Any = typer.BadParameter.__mro__[1]
 
 
@@ -144,7 +140,9 @@ def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
 
 
 def arguments_of(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a command, read from `values` as from words of its command line; None: the default."""
+    """Arguments of a command from `values`, with the types, limits and conditions of its command line; None:
+    the default.
+    """
     arguments: dict[str, Any] = {}
 
     @functools.wraps(function)

@@ -1,7 +1,7 @@
 """tessera plan MODEL: a plan for a load, from a model's name.
 
-A load with answers is planned as the service that carries it. What no service runs in token steps (decodes or
-prefills alone, images, one token of each sequence a step) is planned as its steps, at the best batch.
+A load with answers is planned as the service that carries it. What no service runs in token steps
+(`BatchSearch`) is planned as its steps, at the best batch.
 """
 
 from collections.abc import Callable, Sequence

@@ -2,7 +2,7 @@
 
 Rank 0 runs the requests and prints the results; its own device computes in a process beside it. Workers of
 `tessera serve` need no plan, those of `tessera run` have the same one. `tessera worker` makes the model's
-weights, and receives those that it cannot make.
+weights, or receives them.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
-"""The one renderer that prints a command's record for people.
+"""Renderer of commands' records for people.
 
-Fields of a frozen dataclass or msgspec struct are printed in order:
+Fields of a dataclass or msgspec struct are printed in order:
 
    scalar, list or dict of scalars   a labelled line
    list or dict of records           a table with a column for each field
@@ -11,8 +11,8 @@ Fields of a frozen dataclass or msgspec struct are printed in order:
 Units come from the end of a field's name (`_us`, `_bytes`, `_per_s`, ...). A field can say more with
 `Annotated[T, HIDDEN]` (only in the JSON) or `Annotated[T, shown("label", "unit")]`.
 
-A table that does not fit the terminal has its long words broken or is divided into pieces, each with the
-first column and as many others as fit, whichever gives fewer pieces.
+A table wider than the terminal has its long words broken or is divided into pieces with the first column and
+as many others as fit, whichever gives fewer pieces.
 """
 
 import dataclasses

@@ -2,7 +2,7 @@
 
 With --verify every request has inputs of its own and is compared with the model, called in this process; on
 GPUs with the recorded launches one by one. A plan over GPUs and CPUs is not compared: their bits differ.
-Emulated devices compute on this machine's CPU; what can be compared is each device's share of all computing.
+Emulated devices compute on this machine's CPU: only their shares of all computing can be compared.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -127,7 +127,6 @@ class SimulatedService(Record, frozen=True):
     is_within: bool
     # Rate over the plan's own; None with arrivals.
     ratio_to_plan: float | None = None
-    # Requests that no device could serve, and restarts after losses.
     num_failed: int = 0
     num_restarted: int = 0
     decisions: tuple[Decision, ...] = ()

@@ -1,6 +1,6 @@
 """started: from a model's name to a running service with its HTTP application.
 
-Encoders and pipelines are served on the first device, without plans and workers (`single_device`).
+Encoders and pipelines are served on the first device (`single_device`).
 """
 
 import time

@@ -1,7 +1,7 @@
 """Trials: the orders that `tessera verify` tries on one graph, and their results.
 
-A legal order keeps every edge. A broken order drops one class of edges and reverses one pair of launches that
-only this class orders. A class without such a pair is implied by the other classes.
+A legal order keeps every edge; a broken one reverses a pair of launches that only one class of edges orders.
+A class without such a pair is implied by the others.
 """
 
 import heapq

@@ -4,8 +4,8 @@ The model is built from the trace's step and called as it is. Then the launches 
   - in their own order for other requests: results must equal the model's bit for bit, else the trace holds a
     value of the recorded request;
   - in random orders that the graph allows, on shared memory and with renamed buffers: likewise;
-  - in orders that break one class of edges (RAW, WAR or WAW): some of these must differ, in results or in the
-    bytes left in memory, or the class is not shown to be `necessary`.
+  - in orders that break one class of edges (RAW, WAR or WAW): some must differ, in results or bytes left in
+    memory, else the class is not shown to be `necessary`.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Plan -> Programs -> results: the run.
 
-The scheduler, the stepper interface and `lower` import without torch, so that the simulator can use them.
+The scheduler, what it imports, and `lower` need no torch, so that the simulator can use them.
 """
 
 from tessera.execute.lower import lower

@@ -1,9 +1,9 @@
 """Admission: which request is served next, and which step goes first.
 
 Turns: a step should end within PATIENCE times its time alone. Past that, shorter steps of other microbatches
-on its devices are not started until it has ended; otherwise decode steps could delay a prompt for ever. A
-held-back step waits only for steps already late when it was held; this rules out starvation. The time alone
-is the plan's cost of the busiest device, or the least time seen if larger. Imports no torch.
+on its devices wait for its end, else decode steps could delay a prompt for ever. A held step waits only for
+steps already late when it was held: none starves. The time alone is the plan's cost of the busiest device, or
+the least time seen if larger.
 """
 
 import threading
@@ -15,7 +15,6 @@ from tessera.errors import ServiceBusy
 from tessera.execute.lanes import LoadedLane
 
 T = TypeVar("T")
-# Factor on a step's time alone.
 PATIENCE = 2.0
 
 

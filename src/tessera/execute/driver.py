@@ -33,7 +33,7 @@ FETCH = Kernel(
     "tessera_fetch", Origin.PTX, signature=(("source", "*u8"), ("target", "*u8"), ("num", "u64")),
     ptx=files("tessera.execute").joinpath("fetch.ptx").read_text(encoding="ascii"),
 )  # fmt: skip
-# Seconds between two looks of a worker at its GPU.
+# Between two looks of a worker at its GPU.
 LOOK_S = 20e-6
 # SMs of a group where the driver does not say: valid on every architecture, the smallest on Hopper.
 _LEAST_GROUP = 8

@@ -102,7 +102,7 @@ class EngineConnection:
         self.tell(messages.StoreValue(key, value))
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        """Raises WorkerError after the time, OwnerGone if it will not be set."""
+        """WorkerError after the time, OwnerGone if it will not be set."""
         if key not in self._values:
             self.tell(messages.StoreGet(key))
         with self._changed:
@@ -165,7 +165,7 @@ def connect_engine(
 ) -> EngineConnection:
     """Retries for `again_s` if nobody listens there, for `patience_s` otherwise.
 
-    Raises WorkerError if nobody answers, MismatchError if the secret is not the engine's.
+    WorkerError if nobody answers, MismatchError if the secret is not the engine's.
     """
     _probe(address, time.monotonic(), patience_s, again_s)
     engine = EngineConnection(f"tcp://{address.place}", address.secret)

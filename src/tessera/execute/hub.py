@@ -1,7 +1,7 @@
 """Hub: the workers of a stepper. Starts them, carries messages, restarts lost ones.
 
-A worker is a process that the hub starts, or a remote one that connects to the rendezvous, waits until a
-device needs it (`WorkerGroup`), gets its configuration and works until told to leave; then it connects again.
+A worker is a process that the hub starts, or a remote one that connects to the rendezvous, waits for a device
+(`WorkerGroup`), gets its configuration and works until told to leave; then it connects again.
 
 The stepper decides who is lost. A local worker that does not end with its connection is killed. Its device
 restarts at once, and from the third failure in a row after growing pauses. Messages of a device's earlier
@@ -93,7 +93,7 @@ class Hub:
 
     method  "spawn", or FORKSERVER for programs of Tessera itself
     local   devices whose workers are local; without a rendezvous all, with one by default none
-    about   called now and then for a device whose worker has not connected; returns the reason, if any
+    about   called now and then for a device without a worker; returns the reason, if any
     """
 
     # Failures in a row after which a device is given up; None: never.

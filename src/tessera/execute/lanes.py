@@ -4,18 +4,17 @@ Rule: the lane furthest below its share of the open microbatches, counting the n
 Shares come from a plan's lane table (entry i is the lane of microbatch i), else from the lanes' rates.
 
 Lanes of all plans ever loaded are numbered consecutively, so that a microbatch can finish on a lane of a
-replaced plan; equal steps have one number. A lane of replaced plans that nothing uses is dropped, and with
-the last one its home.
+replaced plan; equal steps have one number.
 
-A step may be queued behind the running one of its microbatch (`can_overlap`). On several devices, transfers
-land in the same places in every step, so before a device sends in the next step, the receiver must have used
-what it received in the last one. A lane queues only if its transfers assure this:
+A step may be queued behind the running one of its microbatch (`can_overlap`). Transfers land in the same
+places in every step, so before a device sends in the next step, the receiver must have used what it received
+in the last one. A lane queues only if its transfers assure this:
 
     the sender has heard, in the last step, from behind that use (directly or by way of others), or
     it has heard, in the next step, from a device that knew of it when its share of the last one ended.
 
 Nearly all served lanes qualify: the choice of tokens depends on everything before it. Lanes that move state
-between steps, or whose steps use different devices, do not. Imports no torch.
+between steps, or whose steps use different devices, do not.
 """
 
 from collections import Counter

@@ -1,8 +1,8 @@
 """Launcher: runs the launches of a trace on the memory of one device.
 
-A result must have the recorded layout, which later launches read. After its first run a launch is bound to
-the places of its buffers (`bind`): an operator with an `out` variant writes in place, other results are
-copied. Not bound: draws of random numbers, PTX kernels, and launches with a buffer without a fixed place.
+A result must have the recorded layout. After its first run a launch is bound to the places of its buffers
+(`bind`): an operator with an `out` variant writes in place, other results are copied. Not bound: draws of
+random numbers, PTX kernels, and launches with a buffer without a fixed place.
 
 A draw runs with the device's default generator set from the generator's buffer (`drawing`), which is then
 updated.

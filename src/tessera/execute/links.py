@@ -1,8 +1,8 @@
 """Links: connections between workers that carry transfers and pages, reopened when cut.
 
-A link is one-way, from the worker that opened it, on first use. Workers listen in the session's private
-folder if all are local, else at a TCP port. The engine tells them each other's addresses, by device and
-epoch. A frame that no program could have sent closes the link.
+A link is one-way, from the worker that opened it on first use. Workers listen in the session's private folder
+if all are local, else at a TCP port. The engine tells them the addresses, by device and epoch. A frame that
+no program could have sent closes the link.
 """
 
 import threading

@@ -4,8 +4,8 @@ Each lane becomes a list of programs in running order: every step once, and betw
 lives on different devices a program that only moves the state. Within a program every device keeps trace
 order; `ir.plan` says why that cannot deadlock.
 
-Programs of workers (`lower`) and scripts of the simulator (`simulate.columns`) both come from a `LoweredRun`,
-so the simulator times what workers run.
+Programs and the simulator's scripts (`simulate.columns`) come from one `LoweredRun`, so it times what
+workers run.
 
 `check_programs` proves a program before it runs. The rules, beyond those of `ir.verify`:
   - every launch of the step runs once, on one device

@@ -6,7 +6,7 @@ frame.
 Security: ipc:// addresses lie in a folder with mode 0700. A tcp:// address needs a secret, from which both
 ends derive CURVE keys: bytes are encrypted, and only the client key of the same secret is admitted.
 
-A socket's monitor reports closed connections; TCP keep-alive finds machines that vanished.
+A socket's monitor reports closed connections.
 
 Any thread may send or wake. One thread at a time calls `pump`: the engine while it waits; a worker's idle
 loop (`lead`), or the mailbox's own thread while the loop computes.

@@ -105,10 +105,8 @@ def footprints(
 
 
 def touched(trace: ir.Trace, program: ir.Program, device: int) -> Iterator[tuple[int, bool]]:
-    """(buffer, True) where a device first needs it, (buffer, False) after its last use.
-
-    Inputs and state are needed from the start. Weights are left out, except empty ones: they are never sent,
-    but any launch may name them.
+    """(buffer, True) at first need, inputs and state at the start; (buffer, False) after last use. Weights
+    are left out, except empty ones: they are never sent, but any launch may name them.
     """
     column, named = program.instructions[device], named_on(trace, program, device)
     seen = set(trace.buffers_of(ir.BufferKind.WEIGHT))

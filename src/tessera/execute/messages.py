@@ -1,17 +1,15 @@
 """Messages between the engine, its workers and worker pairs, and the configuration a worker starts with.
 
-Messages are MessagePack and decode only into the records below: 64-bit integers, finite numbers, tensors of a
-known dtype with the bytes of their shape, no unknown, missing or surplus fields. So a remote worker can at
-worst send wrong numbers. The receiver checks that a run, microbatch, launch or transfer exists. A docstring
-in the imperative is an order of the engine.
+They are MessagePack and decode only into the records below: 64-bit integers, finite numbers, tensors of a
+known dtype with the bytes of their shape, no unknown fields. So a remote worker can at worst send wrong
+numbers. The receiver checks that a run, microbatch, launch or transfer exists. A docstring in the imperative
+is an order of the engine.
 
-Tensor bytes are copied once into a message and once out: `pack` returns a view, to be encoded before the
-tensor changes.
+`pack` returns a view, to be encoded before the tensor changes.
 
-A local worker inherits its `Setup`, weights in shared memory included. A remote worker receives the
-`WorkerConfig`, builds the weights from the model, and requests others in pieces (`Want`). A fingerprint of
-each weight must equal the engine's: dtype, shape and up to 4,096 values. That tells checkpoints apart, not
-two that differ in a few values.
+A local worker inherits its `Setup`, weights in shared memory included. A remote one receives the
+`WorkerConfig`, builds the weights from the model, and requests others in pieces (`Want`). Each weight's
+dtype, shape and up to 4,096 values must equal the engine's; checkpoints that differ in a few others pass.
 """
 
 import hashlib
@@ -85,7 +83,7 @@ PackedTensors = dict[str, PackedTensor]
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, tag_field="kind", forbid_unknown_fields=True):
-    """A map of fields, with the record's name under `kind`."""
+    """A map with the record's name under `kind`."""
 
 
 class Begin(_Message, frozen=True):
@@ -100,10 +98,10 @@ class Begin(_Message, frozen=True):
     # State here that no earlier run of the microbatch used.
     state: PackedTensors
     wants_state: bool
-    # True to report every launch and transfer, not only their sum.
+    # Report every launch and transfer, not only their sum.
     wants_spans: bool = False
     skips: tuple[str, ...] = ()
-    # True if `LateInputs` follow.
+    # `LateInputs` follow.
     is_open: bool = False
 
 
@@ -359,7 +357,7 @@ class WorkerConfig:
     is_profiled: bool = False
     # us[step][launch]: modelled time here (`schedule`). Empty rows: unknown.
     us: tuple[tuple[float, ...], ...] = ()
-    # Lanes never used again. They need no memory, but all lanes lay out the inboxes of transfers.
+    # Lanes never used again; they still lay out the inboxes of transfers.
     dropped: tuple[int, ...] = ()
     weight_records: tuple[WeightRecord, ...] = ()
 
@@ -437,9 +435,7 @@ def unpack_config(packed: bytes) -> WorkerConfig:
 
 
 def setup_of(config: WorkerConfig, weights: Mapping[str, torch.Tensor], secret: bytes, host: str) -> Setup:
-    """Raises MismatchError if a weight differs from the engine's. `host`: this machine's address for other
-    workers.
-    """
+    """Raises MismatchError if a weight differs from the engine's."""
     laid_out = {}
     for record in config.weight_records:
         tensor = weights[record.name]

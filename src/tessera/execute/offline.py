@@ -1,8 +1,4 @@
-"""run_offline: a list of requests through a stepper, one request per microbatch; results in their order.
-
-Requests whose device was lost restart; they fail only if no lane is left and no device is retried.
-Imports no torch.
-"""
+"""run_offline: a list of requests through a stepper, one request per microbatch; results in their order."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -3,9 +3,8 @@
 The source gathers pieces of bounded size into staging slots (shared memory, or bytes over the link) and tells
 the destination, which scatters each, returns the slot, and reports the end.
 
-Nothing blocks the worker's loop. On a modelled link a piece leaves no sooner than its time allows. A
-cancelled move writes nothing after its confirmation. Not handled: moves and transfers of steps that compete
-for a modelled link.
+Nothing blocks the worker's loop. On a modelled link a piece leaves no sooner than its time allows. Not
+handled: moves and transfers of steps that compete for a modelled link.
 """
 
 import contextlib

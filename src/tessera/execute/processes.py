@@ -1,7 +1,7 @@
 """Worker processes of this machine: how they are started and inherit their setup. Imports no torch.
 
-Workers are forked from a server process that has torch imported (`warm_up`). `hand_over` passes a setup with
-tensors over an inherited socket, as torch's own reductions, and the child opens their memory in `/proc`.
+Workers are forked from a server process that has imported torch (`warm_up`). `hand_over` passes a setup with
+tensors over an inherited socket, as torch's reductions; the child opens their memory in `/proc`.
 `Process.start` would hang if the child dies meanwhile, and a fork server takes at most 256 tensors. The
 socket stays open: its end tells each side that the other is gone. Pickle is used only between a process and
 its child.

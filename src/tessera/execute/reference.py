@@ -8,7 +8,7 @@ and compares the results bit by bit (`tessera verify`):
            iff every version is made before it is read: this proves `Graph.values`.
 
 Unwritten memory, also that of `empty`, holds a fixed pattern, so a launch that runs too early gives a wrong
-result or raises. Not handled: launches that are not operators, or that this machine's CPU cannot run.
+result or raises. Not handled: launches that are not operators.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -68,10 +68,7 @@ class TraceRunner:
 
 
 class InOrder:
-    """The launches of a work unit in program order on one device.
-
-    Every divided run on the same architecture must equal it bit for bit. Too slow to time.
-    """
+    """What every divided run on the same architecture must equal bit for bit. Too slow to time."""
 
     def __init__(
         self, traces: Sequence[Trace], weights: Mapping[str, torch.Tensor], device: torch.device

@@ -44,10 +44,8 @@ class Rendezvous:
 
 @dataclass
 class WorkerGroup:
-    """Assigns waiting remote workers to devices.
-
-    A worker with a rank gets that device only; one without gets a remaining device once there are enough for
-    all of them.
+    """A remote worker with a rank gets that device only; one without gets a remaining device once there are
+    enough for all of them.
     """
 
     num_devices: int

@@ -1,14 +1,13 @@
 """Runs: open microbatches, the programs that workers run for them, and moves of pages between them.
 
-Programs that move state between two steps run before the later step. A cancelled run continues until its
-devices report its end; orders of its microbatch wait for that. A step may be ordered while another runs, over
-several devices only if it cannot overtake the first on a link (`lanes`).
+A cancelled run continues until its devices report its end; orders of its microbatch wait for that. A step may
+be ordered while another runs, over several devices only where `lanes` allows it.
 
-Answers are checked against the program: a worker that answers for a run it has no part in, omits an output,
-or returns another shape is lost. Wrong values in the right shape are not detected.
+A worker that answers for a run it has no part in, omits an output, or returns another shape is lost. Wrong
+values in the right shape are not detected.
 
-A move has a run per pair of devices. The source's worker gets the order, the destination's reports the end. A
-failed move is cancelled at both ends before `Moved` says so: its pages can be used again at once.
+A move has a run per pair of devices. A failed move is cancelled at both ends before `Moved` says so: its
+pages can be used again at once.
 """
 
 import time
@@ -158,7 +157,7 @@ class Runs:
                 self._order(microbatch, device, messages.LateInputs(run, late))
 
     def collect(self, device: int, done: messages.Done) -> StepDone | str | None:
-        """Returns the step if it is complete, or a problem."""
+        """The step if it is complete, or a problem."""
         running = self.running.get(done.run)
         if running is None:  # its microbatch was lost
             return None
@@ -204,7 +203,7 @@ class Runs:
         return float("inf") if self._timeout_s is None else time.monotonic() + self._timeout_s
 
     def confirm_end(self, run: int, device: int) -> None:
-        """Notes that a cancelled run or move has ended on a device."""
+        """A cancelled run or move has ended there."""
         if device in self.unconfirmed([run]):
             self._ending[run][device] -= 1
         self._go_on()
@@ -389,7 +388,7 @@ def problem_of(
     skips: Collection[str] = (),
     wants_state: bool = False,
 ) -> str:
-    """Empty if there is no problem. `missing`: devices that have not answered."""
+    """Empty: no problem. `missing`: devices that have not answered."""
     if device not in missing:
         return "it answered a run that it has no part in, or answered twice"
     names = {name for name, at in program.outputs if at == device and name not in skips}

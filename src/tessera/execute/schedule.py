@@ -1,9 +1,9 @@
 """Scheduling on one device: the one policy of workers and the simulator.
 
 After every launch a device takes the ready job with the least modelled time until it must wait for a transfer
-or ends; the oldest of equals. So a short segment that another device waits for is not held up behind a long
-one, such as a decode behind a prefill. A job waits for younger ones at most as long as their shorter segments
-last; `admission.Turns` bounds that in a service. Jobs without modelled times go by age.
+or ends; the oldest of equals. So a short segment that another device waits for, such as a decode, is not held
+up behind a long one. A job waits for younger ones at most as long as their shorter segments last;
+`admission.Turns` bounds that in a service. Jobs without modelled times go by age.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -5,15 +5,13 @@
     while ...: scheduler.begin(), scheduler.wait(timeout_s)           # one thread
 
 Only `Content` knows prompts, rows or tokens. Between two steps of a microbatch its devices wait for this
-loop. Where no more microbatches than devices fill that gap, the next step is queued while one runs. A switch
-of policy, new plans and a returned device renew microbatches one by one. `serve.router` replaces the methods
-that decide where requests go.
+loop; where no other microbatches fill that gap, the next step is queued while one runs. A switch of policy,
+new plans and a returned device renew microbatches one by one. `serve.router` replaces the methods that decide
+where requests go.
 
 Requests of a lost device go to the front of the queue and restart from what they have on any open lane; a
-request fails after `max_retries` losses, not counting losses blamed without proof. While no lane is open,
+request fails after `max_retries` losses, those blamed without proof not counted. While no lane is open,
 requests wait as long as a lost device is retried; else all fail with one message.
-
-Imports no torch.
 """
 
 from collections import deque
@@ -31,7 +29,7 @@ R = TypeVar("R")
 
 
 class Content(Protocol[R]):
-    """The requests of one open microbatch; the first is added before any step."""
+    """The requests of an open microbatch; the first is added before any step."""
 
     @property
     def num_used(self) -> int:
@@ -81,12 +79,12 @@ class Microbatch(Generic[R]):
     plan: Plan
     without: frozenset[str]
     costs: tuple[StepCost, ...]
-    # True if it must be reopened.
+    # It must be reopened.
     is_old: bool = False
     # The first runs, others are queued.
     running: deque[StepCall] = field(default_factory=deque)
     held: StepCall | None = None
-    # True if kept open without requests.
+    # Kept open without requests.
     is_idle: bool = False
 
 
@@ -400,7 +398,6 @@ class Scheduler(Generic[R]):
         self._watcher.back(event)
 
     def _fail_without_lanes(self) -> None:
-        """Fails waiting requests if no lane is open or will be."""
         self._may_seat = True
         self.failure = ""
         lanes = self.stepper.lanes

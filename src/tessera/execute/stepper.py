@@ -3,8 +3,6 @@
     WorkerStepper   one worker process per device (`worker_stepper`)
     VirtualStepper  a virtual clock and modelled costs (`simulate.stepper`)
 
-Tests compare both with a third, which runs one step after the other on one device.
-
 A microbatch is opened on one lane of a loaded plan and runs one step at a time. Microbatches of one home
 (`lanes`) share pages.
 
@@ -33,7 +31,7 @@ class StepCall:
     skips: tuple[str, ...] = ()
     wants_state: bool = False
     scale: float = 1.0
-    # True if its late inputs (`kernels.choice.LATE_INPUTS`) follow.
+    # Its late inputs (`kernels.choice.LATE_INPUTS`) follow.
     is_open: bool = False
 
 

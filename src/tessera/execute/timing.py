@@ -14,8 +14,6 @@ normal, flags true and false, and integers keep the launch inside its memory:
   PTX kernels            zeros, which are inside any tensor
   all others             small numbers above zero
 Refused: operators whose integers are lengths, offsets or page tables in ways not listed here.
-
-Not handled: other work on this machine, which shows in the spread of the samples.
 """
 
 import os

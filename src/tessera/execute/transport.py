@@ -36,7 +36,7 @@ WORD = 8
 SPIN_S, LOOK_S = 2e-3, 50e-6
 # From here several threads copy faster than one.
 LARGE = 1 << 20
-# Workers hold one another's memory: all restart when one is lost.
+# Elements cannot rejoin (`cuda.direct`).
 RESTART_TOGETHER = frozenset({NVSHMEM})
 Post = Callable[[Any], None]
 # Called with a run.
@@ -281,7 +281,7 @@ class FlaggedMemory(SharedMemory):
 
 
 class OverHost(Transport):
-    """The bytes follow the frame over the link, and are held until fetched."""
+    """Bytes follow the frame over the link."""
 
     def __init__(self, setup: Setup, links: Links, post: Post) -> None:
         super().__init__(setup, links, post)

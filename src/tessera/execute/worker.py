@@ -1,7 +1,7 @@
 """CpuWorker: one process, one CPU device; and the entry of every worker process.
 
 After each launch the queue says which run goes on. Memory is allocated when a program first runs in a
-microbatch, and kept. A worker ends when the engine hangs up, so no worker outlives its engine.
+microbatch, and kept. A worker ends when the engine hangs up.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from tessera.ir.host import host_nodes
 from tessera.kernels import PARTS
 
 PF_EXITING = 0x4
-# Seconds between two looks for news while launches run; a look is a system call.
+# Between two looks for news while launches run; a look is a system call.
 NEWS_S = 5e-4
 
 
@@ -111,7 +111,6 @@ class CpuWorker(DeviceWorker):
             self._memory.homes.pop(home, None)
 
     def _where(self) -> list[tuple[int, int, int]]:
-        """Called by another thread."""
         words = [int(value) for value in self._progress]
         return [(m, words[2 * m], words[2 * m + 1]) for m in range(len(words) // 2) if words[2 * m] >= 0]
 

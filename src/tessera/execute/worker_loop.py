@@ -1,6 +1,6 @@
-"""DeviceWorker: the loop that workers of every kind of device share.
+"""DeviceWorker: the loop of workers of every kind.
 
-It takes news (orders from the engine, arrivals from other workers) and otherwise advances the device.
+It takes news (orders, arrivals from other workers), else advances the device.
 """
 
 import os
@@ -92,7 +92,6 @@ class DeviceWorker(ABC):
         """Drops a run that will never be complete."""
 
     def _clear(self, microbatch: int, lane: int) -> None:
-        """Zeroes a microbatch's state, except pages of its home."""
         for program in self._programs[lane]:
             for name, contents in self._state.named(microbatch, program).items():
                 if is_cleared(program, name):

@@ -48,7 +48,7 @@ class WorkerStepper(Runs):
     """A context manager, ready when all workers are.
 
     timeout_s     limit of a step, after which the device that blocks it is lost; None: none
-    max_failures  failures in a row after which a device is given up; None: never
+    max_failures  see `Hub`
     """
 
     def __init__(

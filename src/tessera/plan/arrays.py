@@ -1,9 +1,8 @@
 """A work unit as arrays, and checks of the inputs.
 
-Buffers with one name are one buffer in all steps. A device runs its launches in trace order. It holds a
-temporary from first to last touch, an input from the start of the step, an output to its end. All
-microbatches may peak at once. Not counted: workspace inside kernels, fragmentation, copies in flight, driver
-memory.
+Buffers with one name are one buffer in all steps. A device holds a temporary from first to last touch, an
+input from the start of the step, an output to its end. All microbatches may peak at once. Not counted:
+workspace inside kernels, fragmentation, copies in flight, driver memory.
 """
 
 from collections.abc import Iterable, Iterator

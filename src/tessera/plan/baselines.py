@@ -8,7 +8,7 @@
     layer-pipeline             contiguous ranges of layers, the same in every step
 
 None: the policy does not apply. Served units have no phases. A node that a policy would split goes where most
-of its work goes; strict prefill-decode does not apply then. Layer pipelines try every cut on two devices; on
+of its work goes, and strict prefill-decode does not apply. Layer pipelines try every cut on two devices; on
 more, the smallest bottleneck per device order.
 """
 

@@ -2,10 +2,9 @@
 
 These are decodes or prefills alone, images, encoders, and models that read one token of each sequence a step.
 Batches are planned with little effort until memory is exhausted, then ever nearer to the best, for every
-number of microbatches in flight; the best point within the limits is planned in full. Each coarse policy gets
-its own best point. Times follow Little's law: n microbatches at r work units per second take n / r each.
-Equal cells (one H20 and one L40S of eight each) are searched as one cell, unless it is too small; the whole
-is planned at its batch, with copies of the cell's plan as candidates.
+number of microbatches; the best within the limits is planned in full. Each coarse policy gets its own best
+point. Times follow Little's law. Equal cells (one H20 and one L40S of eight each) are searched as one, unless
+it is too small; the whole is planned at its batch, with copies of the cell's plan as candidates.
 """
 
 from collections.abc import Callable, Sequence

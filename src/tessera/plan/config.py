@@ -29,8 +29,8 @@ class SearchConfig:
     # Up to so many choices (nodes x devices) a MILP is solved.
     few_choices: int = 32
 
-    # Largest table of an elimination: 128 KB fit in cache, exact for transformers on four devices; smaller
-    # with memory prices, whose bound is not used.
+    # Largest table of an elimination: 128 KB fit in cache, exact for transformers on four devices; less with
+    # memory prices, whose bound is unused.
     max_entries: int = 16_384
     max_memory_entries: int = 1024
     # Pairings of equal devices per placement.

@@ -1,14 +1,14 @@
 """FluidModel: drafts of a service for a load, rated by step times alone, without queues.
 
-A request reads P prompt tokens and then needs A = G - 1 steps for its other answer tokens. A mixed device
-with full steps of T tokens finishes T / (P + A) requests per step: n = T A / (P + A) answers and T - n prompt
-tokens. With prompts devices, a share of the mixed devices' steps has prompt tokens, such that as many prompts
-are read as answers end. Time per token is the mean step time of the slowest group.
+A request reads P prompt tokens, then takes A = G - 1 steps for its other answer tokens. A mixed device with
+full steps of T tokens finishes T / (P + A) requests per step: n = T A / (P + A) answers and T - n prompt
+tokens. With prompts devices, the mixed devices read prompt tokens in a share of their steps, such that as
+many prompts are read as answers end. Time per token is the mean step time of the slowest group.
 
-`bound_per_s` bounds every policy from above: launches are divided among the devices at will, each at its
-cheapest step size, without transfers. A lane over several devices holds pages where their layers or all
-attention run, whichever is faster. Not modelled: waits inside a lane (`waits` stands for them), padding,
-lengths other than their mean.
+`bound_per_s` bounds every policy: launches are divided among the devices at will, each at its cheapest step
+size, without transfers. A lane over several devices holds pages where their layers or all attention run,
+whichever is faster. Not modelled: waits inside a lane (`waits` stands for them), padding, lengths other than
+their mean.
 """
 
 import math
@@ -52,7 +52,7 @@ class FluidConfig:
     backlog: float = 2.0
     # Steps of a mixed group per step with prompt tokens.
     every: tuple[int, ...] = (1, 2, 4)
-    # Steps in which a somewhat longer prompt is read, where it is read as soon as a sequence has ended.
+    # Steps in which a somewhat longer prompt is read as soon as a sequence has ended.
     reading_steps: tuple[int, ...] = (1, 2, 4)
     longer: float = 1.1
     few_sequences: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24)
@@ -336,8 +336,8 @@ class FluidModel:
         every: Sequence[int],
         draft: Callable[[_Pace], ServiceDraft | None],
     ) -> Iterator[ServiceDraft]:
-        """Drafts of groups whose steps have some tokens, and whose sequences have some number; None: does not
-        fit. Beside the sizes that are always tried, each has the largest that fits.
+        """Drafts by tokens of a step, and by sequences: of sizes that are always tried, and of the largest
+        that fits. `draft` returns None for what does not fit.
         """
         ways: list[Way] = [
             (partial(self._steady, devices, microbatches, each), _rounded, self.step_tokens) for each in every
@@ -360,7 +360,6 @@ class FluidModel:
             yield from (fitting for fitting in found if fitting is not None)
 
     def _steady(self, devices: tuple[int, ...], microbatches: int, every: int, tokens: int) -> _Pace | None:
-        """Steps have `tokens` on average, and prompt tokens in one of `every`."""
         group = self._mixed(devices, tokens, microbatches, every)
         per_step = tokens / (self.answers + self.load.prompt_tokens)
         chunk = group.sizes[-1] - self._answering(tokens)
@@ -394,9 +393,7 @@ class FluidModel:
         return _Pace(group, StepPrice(us, full.temporary_bytes), full, requests, reading_steps)
 
     def _replicas(self, policy: str) -> Iterator[ServiceDraft]:
-        """A group per device; for each time per token of some device, the best groups within it. Devices
-        without one are left out.
-        """
+        """A group per device: for each time per token of some device, the best groups within it."""
         alone = {kind: list(self._alone(kind[0], policy)) for kind in self.kinds}
         if policy == SINGLE:
             yield from chain(*alone.values())
@@ -581,8 +578,8 @@ class FluidModel:
         return self.has_host and self._outside(0.0) != 0.0
 
     def _host_us(self, policy: str, price: StepPrice, group: GroupDraft) -> Iterator[float]:
-        """GPUs hold the pages and run what they can hold; the host runs a share of the rest, and GPUs fetch
-        the others while both compute.
+        """GPUs hold the pages and run what they can hold; the host runs a share of the rest; GPUs fetch the
+        others meanwhile.
         """
         in_flight = group.microbatches
         outside = self._outside(group.pool_tokens * self.model.token + in_flight * price.temporary_bytes)
@@ -696,7 +693,7 @@ def _together_us(price: StepPrice, devices: Sequence[int]) -> float:
 
 def _filled_us(fixed: Floats, us: Floats, caps: Floats, busy: float) -> Iterator[float]:
     """Least time for work divided at will over devices, each with `fixed` work, up to its cap and busy for a
-    share `busy` of the time; none if the caps are too small.
+    share `busy`; none if the caps are too small.
     """
     if caps.clip(0.0, 1.0).sum() < 1.0:
         return

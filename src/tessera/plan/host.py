@@ -1,13 +1,13 @@
 """Placements on a GPU and its host, where the GPU cannot hold the weights.
 
-Launches with the least host time per byte of weights run on the host, as many as memory needs. Launches that
-share a weight go together; those that touch state, or need a GPU, stay. Launches of equal price are taken
-evenly over the step, of divided products the last parts first, so that both devices work at the same time.
-Launches that join values of the host run there.
+Launches with the least host time per byte of weights run on the host, as many as memory needs; those that
+share a weight together. Those that touch state, or need a GPU, stay. Launches of equal price are taken evenly
+over the step, of divided products the last parts first, so that both devices work at the same time. Launches
+that join values of the host run there.
 
-Other launches may fetch their weights each run, into places that count as GPU memory: those slowest on the
-host per byte, evenly over the step. The link works while the devices compute, so a step takes the longer of
-both. A simulation chooses among several shares of fetched weights. Not handled: several GPUs.
+Other launches, those slowest on the host per byte, evenly over the step, may fetch their weights each run,
+into places that count as GPU memory. The link works while the devices compute, so a step takes the longer of
+both. Not handled: several GPUs.
 """
 
 from bisect import bisect_left

@@ -1,11 +1,11 @@
 """Lanes of services: one placement for all requests.
 
-Microbatches of a lane over several devices are interleaved. Each crossing is a wait that other microbatches
-must fill, so a placement that only balances busy times can run at half of its bound. A coarse placement
-(attention-ffn) crosses rarely, but is not balanced. `Spread` moves segments of its busiest device
-(consecutive launches between two crossings that touch no state) to its least busy one, in an order that is
-even over the step and the same for all step sizes, so that few weights are held twice. The simulated rate
-decides how many; the bound by busy time excludes most numbers.
+On a lane over several devices each crossing is a wait that other microbatches must fill, so a placement that
+only balances busy times can run at half of its bound. A coarse placement (attention-ffn) crosses rarely, but
+is not balanced. `Spread` moves segments of its busiest device (consecutive launches between two crossings
+that touch no state) to its least busy one, in an order that is even over the step and the same for all step
+sizes, so that few weights are held twice. The simulated rate decides how many; the bound by busy time
+excludes most numbers.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -5,14 +5,14 @@ its producer; links do not queue. State that moves between steps costs one laten
 
 Each step is placed launch by launch, with a Pareto front of schedules. A row is a partial schedule: when
 devices are free, and when values are available on each device. Values with the same remaining readers share a
-column with the latest time. A group (launches with shared state) is a value available only on its first
-launch's device. The step's end is one more launch without cost. A column whose remaining readers all descend
-from a launch is not used before it ends; `raises` lists such columns, so that irrelevant differences vanish.
+column with the latest time. A group (launches with shared state) is a value on its first launch's device
+only. The step's end is one more launch without cost. A column whose remaining readers all descend from a
+launch is not used before it ends: `raises` lists such columns, whose differences then vanish.
 
-A row that is no earlier than another in any column is dropped, as is one that provably ends no sooner than
-the best placement so far. This is exact while the front stays within its width. Beyond it, `search` keeps the
-most promising rows; `front_bound_us` merges similar rows, with the earliest time per column, and returns a
-lower bound. Arrays of rows are [column, device, row].
+A row is dropped if it is no earlier than another in any column, or provably ends no sooner than the best
+placement. This is exact while the front stays within its width. Beyond it, `search` keeps the most promising
+rows; `front_bound_us` merges similar rows, with the earliest time per column, and returns a lower bound.
+Arrays of rows are [column, device, row].
 
 Steps are joined by shared state, with free, priced or expensive moves: the longest step is placed first or
 last, the others pay for moving state. The bound sums the steps' bounds: it ignores moves of state, memory and
@@ -38,7 +38,7 @@ MAX_READERS = 8
 FEW_ROWS = 64
 # Lowers bounds by more than the rounding error.
 ROUNDING = 1e-8
-# Price factors of state moves, and which step comes first.
+# Price factors of state moves; the longest step first (-1) or last (1).
 JOINED = ((0.0, -1), (1.0, -1), (100.0, -1), (1.0, 1), (100.0, 1))
 Allowed = Callable[[Labels], bool]
 # Per launch: (producer, bytes).
@@ -348,7 +348,6 @@ def best_of_step(layout: Layout, best_us: float, config: SearchConfig) -> StepBe
 def joined(
     layouts: list[Layout], steps: list[StepBest], price: float, sign: int, config: SearchConfig
 ) -> Labels | None:
-    """The longest step first (sign -1) or last (1)."""
     problem = layouts[0].problem
     labels = np.full(problem.num_nodes, -1, dtype=np.int64)
     homes: dict[str, int] = {}

@@ -8,7 +8,7 @@ outputs are free.
 
 Devices are alike if costs, memory, rent, power, constraints and links are equal. Swapping them preserves
 rates, so some optimum loads them equally, and the linear program over one device per kind has the same
-optimum. Not handled: buses; there every device is its own kind.
+optimum. Not handled: buses.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

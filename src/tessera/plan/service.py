@@ -1,8 +1,8 @@
 """Service: the best configuration of a service for a load, by rehearsal.
 
 Drafts of every policy (`fluid`) become service plans, rehearsed by the service's scheduler on a virtual
-clock. Rehearsed times exceed drafted ones; where a limit is missed, the policy is drafted again for a limit
-lower by as much, and where first tokens are late, rehearsed with fewer requests at once. Data-parallel is the
+clock. Rehearsed times exceed drafted ones: where a limit is missed, the policy is drafted again for a limit
+lower by as much; where first tokens are late, rehearsed with fewer requests at once. Data-parallel is the
 plan unless another policy is better by more than `ERROR`. Then it is the coarsest policy within `TIE` of the
 best, or one within `ERROR` with much less time per token. The others are its rivals.
 """
@@ -189,8 +189,7 @@ class DraftedPlans:
     def best(self, slack: float, least: float) -> tuple[ServiceDraft, ServicePlan] | None:
         """The best new draft with its plan, if it promises at least this rate.
 
-        Waits of lanes over several devices are hardly known before a simulation, so these plans are made
-        first.
+        Waits of lanes over several devices are hardly known before a simulation: their plans come first.
         """
         candidates: list[tuple[bool, float, ServiceDraft, ServicePlan]] = []
         limit_ms = slack * (self.fluid.load.tpot_ms or math.inf)

@@ -13,7 +13,7 @@ by busy time. For the throughput objective
 
     bound_per_s >= throughput_per_s >= simulated_per_s >= throughput_per_s of every baseline.
 
-Cost and energy plans are never below a baseline in their own figure. Near the best, the most robust candidate
+Cost and energy plans are never below a baseline in their figure. Near the best, the most robust candidate
 wins, then the one with fewer lanes and transfers. The latency objective compares makespans of single
 requests. Plans for parts of the cluster, copied to all devices, are candidates too.
 """

@@ -1,8 +1,8 @@
 """Self-contained HTML pages of a plan, a folder of plans, and advice: no network, no script, light and dark.
 
-Every figure states whether it is modelled, simulated or measured. Drawing is bounded, so a page stays below
-two megabytes: each track has COLUMNS columns, in the colour of the busiest request and with opacity by busy
-share; the dependency graph has the first MAX_LAUNCHES of a layer.
+Every figure states whether it is modelled, simulated or measured. A page stays below two megabytes: each
+track has COLUMNS columns, in the colour of the busiest request, with opacity by busy share; the dependency
+graph has the first MAX_LAUNCHES of a layer.
 """
 
 import math

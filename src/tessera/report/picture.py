@@ -1,9 +1,8 @@
 """Picture of one layer's placement: rows in program order, one device each, with transfers.
 
 The layer is found in module lists: scopes equal up to a number. A list is repeated if at least two items run
-the same kernels in the same children; the list with most such launches wins, and its middle item is drawn,
-else the whole trace. Too many rows are joined by parent, then elided in the middle. A value crosses once per
-destination; weights and inputs do not count.
+the same kernels in the same children. The middle item of the list with most such launches is drawn, else the
+whole trace. A value crosses once per destination; weights and inputs do not count.
 """
 
 import re

@@ -1,8 +1,8 @@
 """ActiveRequest and Answer: one ask in progress, and the delivery of its pieces to readers on any event loop.
 
-A reader takes everything buffered as one piece, so a slow reader costs at most the memory of its own answer.
-It makes the text then, or the engine does where stop strings are searched. Readers are woken together, with
-one call per loop, because a wake-up is a system call.
+A reader takes everything buffered as one piece, so a slow one costs at most the memory of its answer. It
+makes the text then, or the engine does where stop strings are searched. Readers are woken by one call per
+loop, because a wake-up is a system call.
 
 No locks: the engine adds and then wakes; a reader sets its waiter and then looks for news, on its own loop.
 """
@@ -27,8 +27,6 @@ SHARE, LONGEST_S = 0.5, 0.05
 
 
 class Waiter:
-    """A reader that waits on its event loop."""
-
     __slots__ = ("future", "loop")
 
     def __init__(self) -> None:

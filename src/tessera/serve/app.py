@@ -1,8 +1,7 @@
 """The HTTP application: OpenAI's routes, and views of the service.
 
-Bodies must be application/json, which another site's page cannot send unasked. The live page is one HTML file
-without external resources; its script and style are in the Content-Security-Policy by hash. Utilisation in
-the state is measured; figures of a plan are modelled.
+Bodies must be application/json, which another site's page cannot send unasked. The live page is one HTML
+file; its script and style are in the Content-Security-Policy by hash.
 """
 
 import asyncio

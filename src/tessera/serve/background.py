@@ -1,7 +1,7 @@
 """PlannerProcess: a `ServicePlanner` in a process of low priority for each job: planning delays no client.
 
-The planner is pickled once. Graphs, costs and plans that both sides have are named by their number instead of
-being sent: the engine's thread would wait while they are read.
+The planner is pickled once. Graphs, costs and plans that both sides have are named by number: the engine's
+thread would wait while they are read.
 """
 
 import io
@@ -39,7 +39,6 @@ class PlannerProcess:
         self._is_closed = False
 
     def close(self) -> None:
-        """Ends all processes."""
         with self._lock:
             self._is_closed = True
             processes = list(self._processes)

@@ -1,4 +1,4 @@
-"""CompileProcess: the compiled steps of a model, captured in processes of their own that see no GPU.
+"""CompileProcess: the compiled steps of a model, captured in processes that see no GPU.
 
 The program loads the weights meanwhile. Launches are those that Inductor makes for a card with these
 properties. Nothing is timed: a kernel has its first configuration.

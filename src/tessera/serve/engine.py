@@ -1,11 +1,11 @@
 """Engine: owns every request from admission to its last token, on one thread.
 
-The next step starts before tokens of the last one are searched for stop strings; a stop string therefore
-frees its pages one step late, and that step's token is dropped. `settle` chooses tokens and frees pages of
-ended answers; `deliver` hands them to readers, who make text.
+The next step starts before the last one's tokens are searched for stop strings: a stop string frees its pages
+one step late, and that step's token is dropped. `settle` chooses tokens and frees pages of ended answers;
+`deliver` hands them to readers, who make text.
 
-A request whose device was lost restarts from its prompt and the tokens so far, with its generators as they
-were. Every accepted request gets one finish, also if this thread dies.
+A request whose device was lost restarts from its tokens so far. Every accepted request gets one finish, also
+if this thread dies.
 """
 
 import threading

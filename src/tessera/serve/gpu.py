@@ -1,8 +1,8 @@
 """GpuBackend: builds, captures and prices steps on GPUs of this machine, one worker process each.
 
 Steps are captured from compiled code, without weights where that is possible (`compiling`). Launches are
-measured on real cards and parts of one; on dilated devices they are modelled, and measured time is modelled
-time times a scale (`execute.cuda.pace`).
+measured on real cards and parts of one; on dilated devices they are modelled, and measured times longer by a
+scale (`execute.cuda.pace`).
 
 Random weights of large built-in models come from the GPU and differ from those of a CPU. Not handled: real
 cards beside dilated ones.

@@ -4,11 +4,9 @@ A source is in llguidance's dialect of Lark, which has JSON schemas as `%json`. 
 a grammar. Tokens are known by their bytes, so any tokenizer works. An answer ends with its grammar, with or
 without an end token.
 
-Masks are computed by threads without the interpreter's lock, while a step that was ordered without them runs
+Masks are computed by threads without the interpreter's lock, while a step ordered without them runs
 (`sequences`). An answer whose mask is late sits steps out, and its later masks are computed alone, so that
 hard grammars delay no other answer.
-
-Not handled: JSON schema keywords that the library lacks; such a schema is refused by name.
 """
 
 import asyncio

@@ -60,7 +60,7 @@ class MovingSequence:
     in_flight: int = 0
     # Row at the destination while state by row is in flight, which goes alone.
     row: int | None = None
-    # True if it is abandoned: its pages are released when nothing is in flight.
+    # Abandoned: its pages are released when nothing is in flight.
     is_over: bool = False
 
     @property

@@ -1,8 +1,8 @@
 """Joining: remote worker processes that connect to the engine, and reconnect when a session ends.
 
-A session is one process, until the engine ends it. After any loss the engine takes the next worker that
-connects, so old, killed and new workers are treated alike. `keep_working` runs sessions until no engine
-answers: soon if connections are refused, patiently if the network is silent.
+A session is one process. After any loss the engine takes the next worker that connects, so old, killed and
+new workers are treated alike. `keep_working` runs sessions until no engine answers: soon if connections are
+refused, patiently if the network is silent.
 
 The engine names the model. Built-in names and folders are built here; a name that would import code is not,
 because another machine must not choose code to run: its weights are sent instead.
@@ -40,7 +40,7 @@ PRELOADED = ["tessera.serve.joining", "tessera.flow", "transformers.modeling_uti
 class LocalModel:
     # In place of the engine's.
     model: str = ""
-    # True if this machine's user named the model: it may import code.
+    # This machine's user named the model: it may import code.
     may_import: bool = False
 
     def __call__(self, step: Step) -> Mapping[str, torch.Tensor]:

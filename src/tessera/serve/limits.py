@@ -1,6 +1,6 @@
 """Limits: access to the server, and how much of it one client may use.
 
-`server` limits connections and slow readers; `openai.bodies` limits what a body contains.
+`server` limits connections and slow readers, `openai.bodies` what a body contains.
 
 With keys, every path except `OPEN` needs `Authorization: Bearer KEY`: /health is for load balancers, and the
 live page holds no figures. The key is checked before the body is read, in constant time. Without keys, a

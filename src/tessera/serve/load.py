@@ -1,8 +1,7 @@
 """Load generator: `measure` sends requests to a server; `figures` are named as in `vllm bench serve`.
 
 Without a tokenizer, two short requests measure the tokens of the server's template and of a word.
-Verification first sends a few distinct prompts one by one; under load each greedy answer must have the same
-text.
+Verification first sends a few distinct prompts one by one; greedy answers under load must have the same text.
 
     ttfb  sending to the first byte of the body
     ttft  to the first text                       tpot  (end - first text) / (tokens - 1)

@@ -41,7 +41,7 @@ class Meters(Counts):
         self.experts: Mapping[str, Sequence[int]] = {}
         self.first_s: deque[float] = deque(maxlen=NUM_FIRST)
         self.between_s: deque[float] = deque(maxlen=NUM_BETWEEN)
-        # Mean time from the end of a step until the next is ordered.
+        # See `Snapshot.host_ms`.
         self.host_s: float | None = None
         self._samples: deque[_Sample] = deque([_Sample(time.monotonic(), 0, {}, {})])
 

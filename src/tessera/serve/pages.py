@@ -1,14 +1,10 @@
 """PagePool: the KV cache pages of a home, with prefix caching.
 
 A page's key covers its tokens and all tokens before them (`page_key`), so sequences with a common prefix
-share pages, while they run and afterwards, until pages run out and the least recently used is reused. Page 0
-is never handed out: padding writes there, and in a page table it stands for a page behind the window. Groups
-of layers (`windows`) have page tables of their own; a prefix is found as far as every group has what the next
-token sees of it.
-
-Until a planned step has ended, `find` returns the pages that it fills to its microbatch only.
-
-Not handled: a shared prefix that does not fill a page.
+share full pages, while they run and afterwards, until the least recently used is reused. Page 0 is never
+handed out: padding writes there, and in a page table it stands for a page behind the window. Groups of layers
+(`windows`) have page tables of their own; a prefix is found as far as every group has what the next token
+sees of it.
 """
 
 import os
@@ -55,7 +51,7 @@ def modest_bytes(microbatches: int) -> int:
 
 
 def steady(num_bytes: float) -> int:
-    """Round down by at most 3 %, so that small changes of free memory find the same kept plans."""
+    """Rounded down by at most 3 %: small changes of free memory find the same kept plans."""
     whole = int(num_bytes)
     return whole & -(1 << max(0, whole.bit_length() - 6))
 

@@ -4,7 +4,7 @@ An encode step runs before a picture's tokens are read; its embeddings replace t
 rotary positions (time, height, width), a picture has its own, and shifts those of the text after it.
 
 Pictures are data URLs; nothing is fetched, because a server could reach what its clients cannot. The model's
-own processor makes their pixels. A mark, which clients cannot write, stands for a picture in a turn's text; a
+processor makes their pixels. A mark, which clients cannot write, stands for a picture in a turn's text; a
 folder's template makes it a token.
 """
 

@@ -1,11 +1,10 @@
 """prepare: plans for serving a model on devices: captured, priced, planned and checked, not started.
 
-Imports that capture and plan are local: a start from kept plans needs none.
+Capture and plan are imported late: a start from kept plans needs neither.
 
-Plans are kept under `$XDG_CACHE_HOME/tessera/plans`, in a file named by a hash of everything they depend on:
-this package's code, library versions, the model's files, sizes, devices and page memory. A file with a
-changed byte is replaced. A small model's weights are kept too, so that it starts without the libraries that
-build it.
+Plans are kept under `$XDG_CACHE_HOME/tessera/plans`, in a file named by a hash of everything they depend on
+(`key_of`). A file with a changed byte is replaced. A small model's weights are kept too: it starts without
+the libraries that build it.
 """
 
 import contextlib
@@ -227,7 +226,7 @@ class HostBackend(CpuBackend):
 class AwayBackend(CpuBackend):
     """GPUs of other machines: steps are recorded without computing; each worker has its own weights.
 
-    The engine has the weights in memory, to compare them and to send what a worker lacks.
+    The engine has the weights to compare them, and to send what a worker lacks.
     """
 
     @cached_property

@@ -1,8 +1,7 @@
 """ServicePlanner: a service plan for every policy, over the same captured steps, rehearsed under the load.
 
 Groups over several devices are placed by `plan.lanes.place`, which counts steps as often as a rehearsal runs
-them. A policy is planned even if it misses the load's limits. `latency` is for the least time of one request;
-`auto` has it beside the best where it is quicker.
+them. A policy is planned even if it misses the load's limits. `latency` is for the least time of one request.
 
 Not handled: splits of models that see pictures, or read one token of each sequence a step.
 """

@@ -1,11 +1,11 @@
 """Workers placed by Ray: one actor per device, in one placement group with a bundle per device.
 
-Ray restarts lost actors where their bundle fits. Ray pickles only the engine's address, a rank, a secret of
-this service and the model's name; the secret is as safe as the Ray cluster.
+Ray restarts lost actors where their bundle fits. It pickles only the engine's address, a rank, the model's
+name and a secret of this service, as safe as the Ray cluster.
 
-A GPU of another machine (`away:a100`) requests that accelerator type; `away:a100*` means all that the cluster
-has. Other devices request a CPU, and one of the custom resource with the GPU's name, if a node has it: `ray
-start --resources '{"l40s": 1}'`. GPUs are packed onto few nodes, CPUs are spread.
+A GPU of another machine (`away:a100`) requests that accelerator type. Other devices request a CPU, and one of
+the custom resource with the GPU's name, if a node has it: `ray start --resources '{"l40s": 1}'`. GPUs are
+packed onto few nodes, CPUs are spread.
 """
 
 import contextlib

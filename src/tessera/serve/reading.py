@@ -1,8 +1,8 @@
 """Reading: request bodies are parsed and tokenised in threads.
 
 No body delays other clients: the parts of a body are bounded before decoding (`openai.bodies.check_parts`),
-which takes milliseconds, and the tokenizer releases the interpreter lock. Large bodies have one thread of
-their own; clients take turns. Not handled: stopping a thread whose client has gone.
+which takes milliseconds; the tokenizer releases the interpreter lock. Large bodies have one thread of their
+own; clients take turns.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Ask, AnswerPiece, Finish: a generation and its events; Snapshot: the state of the service.
 
-Every ask is answered by pieces and then one finish, also when it is cancelled or a device is lost.
+Every ask is answered by pieces and then one finish, also when it is cancelled.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from tessera.serve.grammar import Grammar
 
-# The policy that is the best one, and `latency` beside it where that is quicker.
+# The best policy, and `latency` beside it where that is quicker.
 AUTO = "auto"
 # Rows are for CPUs; on GPUs memory decides.
 MICROBATCHES, ROWS = 2, 8
@@ -49,7 +49,7 @@ class Shape:
     vocab_size: int
     # False if every step has one token of each sequence, in the sequence's row.
     is_flat: bool = True
-    # True if recurrent layers keep a state by row.
+    # Recurrent layers keep a state by row.
     has_rows: bool = False
     # By group of layers, the token itself included; 0: none.
     windows: tuple[int, ...] = (0,)
@@ -115,7 +115,7 @@ class ServeSpec:
     # For weights and pages; the rest is for temporaries.
     memory_share: float = MEMORY_SHARE
     load: Load = LOAD
-    # True if sequences, microbatches and step sizes are chosen.
+    # Sequences, microbatches and step sizes are chosen.
     is_for_load: bool = False
     # The first is current at the start.
     policies: tuple[str, ...] = (AUTO,)
@@ -180,7 +180,7 @@ class Ask:
     # Texts that end the answer, not part of it.
     stop: tuple[str, ...] = ()
     stop_tokens: tuple[int, ...] = ()
-    # True to continue past the model's own end token.
+    # Continues past the model's end token.
     ignores_end: bool = False
     # No end before this many tokens.
     min_tokens: int = 0
@@ -192,7 +192,7 @@ class Ask:
     prompt_logprobs: int | None = None
     # From 1; 0: the base model.
     adapter: int = 0
-    # True if the answer's text goes on from the prompt's: its first word may begin with a space.
+    # The answer's text goes on from the prompt's: it may begin with a space.
     continues: bool = False
 
 
@@ -218,7 +218,7 @@ class Finish:
     message: str = ""
     # The prompt after its first token, if logprobs were requested.
     prompt: tuple[Token, ...] = ()
-    # True if the ask was at fault.
+    # The ask was at fault.
     is_refused: bool = False
 
 
@@ -259,7 +259,7 @@ class Counts:
     # Requests restarted after a lost device.
     retried: int = 0
     plan_changes: int = 0
-    # A switch takes until no sequence is left in a group of the policy before.
+    # A switch takes until no group of the last policy has a sequence.
     switches: int = 0
     last_switch_ms: float | None = None
     pages_moved: int = 0

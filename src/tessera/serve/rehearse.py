@@ -1,10 +1,10 @@
 """rehearse: figures of a service plan under a load, by the service's engine on a virtual clock.
 
-`rehearse`: as many requests as fit are present at all times. Those of the start are in the middle of an
-answer, as in steady state; one round of requests warms up. `play`: requests arrive, and devices may be lost
-or slow; of several plans a monitor chooses, as in a service.
+`rehearse`: as many requests as fit are present at all times, the first in the middle of an answer, as in
+steady state; one round of requests warms up. `play`: requests arrive, and devices may be lost or slow; of
+several plans a monitor chooses, as in a service.
 
-`HOST_US`, the host's time for a step, is a default, not a measurement: a service shows its own as `host_ms`.
+`HOST_US`, the host's time for a step, is assumed: a service shows its own as `host_ms`.
 """
 
 import random

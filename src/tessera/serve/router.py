@@ -8,13 +8,12 @@
 Without a usable prompts group, or with nothing but prompts groups, every group is mixed.
 
 A request is placed in a prompts group when a row and pages for its prompt and one page more are reserved at
-its destination, so nothing waits for room while it holds some. Full pages that the destination lacks are sent
-after each step, the rest and state by row with the first token. If the destination is lost or a move fails,
-the sequence answers where it is; if the source is lost, it restarts. Pages of a move are given back when the
-move has ended, not before.
+its destination, so nothing waits for room while it holds some. If the destination is lost or a move fails,
+the sequence answers where it is; if the source is lost, it restarts. Pages of a move are given back when it
+has ended.
 
-A switch of policy hands sequences over: in place where the new policy has a group with the same home, else by
-moving their pages, else they answer where they are, or restart if their prompt is not read.
+A switch of policy hands sequences over: in place where the home stays, else by moving pages; else they answer
+where they are or, with an unread prompt, restart.
 """
 
 import math
@@ -42,7 +41,6 @@ from tessera.serve.records import GroupView, Shape
 from tessera.serve.sequences import BatchConfig, SequenceBatch
 from tessera.serve.step_inputs import Steps
 
-# Largest steps that a prompts group keeps.
 BACKLOG = 2
 # For the mean length of answers.
 NEWEST_WEIGHT = 0.05
@@ -100,7 +98,7 @@ class Router(Scheduler[ActiveRequest]):
     def adopt(self, policies: Sequence[ServicePlan]) -> bool:
         """Replaces the policies; the one of the same name stays current, else the first.
 
-        False if their plans are those that are loaded.
+        False if their plans are loaded already.
         """
         name, plans = self.service_plan.policy, plans_of(policies)
         is_new = [*map(id, plans)] != [*map(id, self.stepper.plans)]
@@ -207,8 +205,8 @@ class Router(Scheduler[ActiveRequest]):
     def _place(self, group: RoutedGroup, is_pull: bool = False) -> RoutedMicrobatch | RoutedGroup | None:
         """A microbatch of a group with room for one more; the group itself: open one; None: it is full.
 
-        On one device microbatches are filled one after the other, because every step reads all weights; on
-        several they are filled evenly. `is_pull`: only microbatches that read no prompt.
+        On one device microbatches are filled one by one, because every step reads all weights; on several,
+        evenly. `is_pull`: only microbatches that read no prompt.
         """
         opened = self.open_of(group)
         most = self._config.depth
@@ -385,7 +383,7 @@ class Router(Scheduler[ActiveRequest]):
                 self._wake_up(microbatch)
 
     def _send(self, transit: MovingSequence) -> None:
-        """Sends full pages; all of them and the sequence once its tokens are read."""
+        """Sends full pages the destination lacks; once all tokens are read, the rest and the sequence."""
         request, batch = transit.request, batch_of(transit.source)
         position = batch.position(request)
         if position is None:

@@ -1,7 +1,7 @@
 """Sampling: how the next token of a request is chosen, as inputs of tessera::choose (`kernels.choose`).
 
-Every step has all of it as inputs, so preemption, moves and lost devices need nothing more, and the same
-seed gives the same answer wherever and with whatever it runs. Rows that no choice names are greedy.
+Every step has all of it as inputs, so preemption, moves and lost devices need nothing more, and a seed gives
+the same answer wherever and with whatever it runs. Rows that no choice names are greedy.
 """
 
 import random
@@ -88,7 +88,7 @@ class Pick:
     min_tokens: int = 0
     guide: Guide | None = None
     num_out: int = 0
-    # True for a row of zeros: greedy, and nothing else.
+    # A row of zeros: greedy, and nothing else.
     is_plain: bool = field(init=False)
 
     def __post_init__(self) -> None:

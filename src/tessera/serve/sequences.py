@@ -1,19 +1,19 @@
 """SequenceBatch: the sequences of one microbatch, and the tokens its next step reads.
 
-A request is a sequence of tokens (prompt and answer so far) of which the model has read a part; when all are
-read, the next token is due. A step has one of a few sizes and holds decoding sequences first, one token each,
-then prompt chunks in arrival order. In sizes up to `rows` every token has a row of its own.
+A sequence is a prompt and its answer so far, of which the model has read a part; when all is read, the next
+token is due. A step has one of a few sizes and holds decoding sequences first, one token each, then prompt
+chunks in arrival order. In sizes up to `rows` every token has a row of its own.
 
-A sequence begins when there are pages (`pages`) for all its tokens. When pages run out, the newest one moves
-elsewhere (`evict`) or is preempted; it needs more pages than it released, so it begins again only after
-another has ended.
+A sequence begins when there are pages for all its tokens. When pages run out, the newest one moves elsewhere
+(`evict`) or is preempted; it needs more pages than it released, so it begins again only after another has
+ended.
 
 Where recurrent layers keep a state by row (`has_rows`), a sequence keeps its row and shares no pages. Where
-tokens cannot be packed (`is_flat` is False), a step overwrites rows without a token: a sequence that cannot
-take part is preempted, or the step waits.
+tokens cannot be packed (not `is_flat`), a step overwrites rows without a token: a sequence that cannot take
+part is preempted, or the step waits.
 
 While a step runs, the next one can be planned (`can_look_ahead`): an unknown token is named by its row in the
-running step's outputs. An answer that has ended has read one token too many, which is dropped. Masks of
+running step's outputs. An answer that has ended has read a token too many, which is dropped. Masks of
 grammars follow when the token is known (`late_inputs`); without its mask in time, a sequence reads its token
 again. One that needs more of the running step's outputs, or whose masks take long, sits the step out.
 """
@@ -61,7 +61,7 @@ class BatchConfig:
     counts: Counts
     picture_inputs: PictureInputs | None = None
     is_caching: bool = True
-    # True if something reads step inputs.
+    # Something reads step inputs.
     is_filled: bool = True
     # Called, from any thread, when a sequence need not wait for its mask any more.
     on_masks: Callable[[], None] = lambda: None

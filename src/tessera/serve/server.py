@@ -2,12 +2,11 @@
 
 A `Connection` is closed if its request head is late or its client does not read. The rest of a head that is
 too large, or of a body that was answered early, is dropped: closing would reset what the client has yet to
-read. At the limit of connections the oldest idle one is closed for a new one; the new one is refused only if
-all are busy, so idle sockets never keep out a request. Bytes are read in small pieces, so that no client
-holds the event loop for long.
+read. At the limit of connections the oldest idle one is closed for a new one; it is refused only if all are
+busy. Bytes are read in small pieces, so that no client holds the event loop for long.
 
-SIGTERM or SIGINT begins the shutdown: new requests get 503, running ones have some seconds to finish and then
-end with an error. A second signal ends the server at once.
+SIGTERM or SIGINT begins the shutdown: new requests get 503, running ones some seconds and then an error. A
+second signal ends the server at once.
 """
 
 import asyncio
@@ -170,7 +169,6 @@ class Connection(asyncio.BufferedProtocol):
         self._idle_timer = asyncio.get_running_loop().call_later(self._limits.idle_s, self._drop)
 
     def _refuse(self) -> None:
-        """The rest of the head is dropped: closing would reset the answer."""
         self._is_refused = True
         self._transport.write(HEAD_TOO_LARGE)
         if self._transport.can_write_eof():

@@ -3,10 +3,9 @@
 They run on a thread of this process, without plans and workers. An encoder pools the last hidden states as
 the folder's sentence-transformers files (modules.json) say; the default is the mean. Waiting inputs of all
 clients are batched, those of one request by length. A pipeline is built from safetensors and library classes,
-never from code in the folder. A client that disconnects stops its image at the next step.
+never from code in the folder.
 
-Not handled: modules after pooling other than Normalize, generating models as encoders, image editing, video
-and sound.
+Not handled: modules after pooling other than Normalize, image editing, video and sound.
 """
 
 import asyncio

@@ -1,10 +1,8 @@
 """served: builds a model as the steps that serving runs, over one set of weights.
 
-A language model has one kind of step, some tokens of some sequences (`capture.models.paged`), in a few sizes
-over the same pages; a vision-language model has encode steps too. Each size is captured, planned and made a
-graph, so sizes are few.
-
-Not handled: pictures of models that `capture.models.pictures` refuses, which read text.
+A language model has one kind of step, some tokens of some sequences (`capture.models.paged`), in few sizes
+over the same pages, because each is captured, planned and made a graph; a vision-language model has encode
+steps too.
 """
 
 from collections.abc import Sequence
@@ -85,11 +83,10 @@ def served(
     room_bytes: Sequence[float] = (),
     pool_bytes: float | None = None,
 ) -> ServedModel:
-    """`model`: a built-in name or a checkpoint folder.
+    """A model with more than `max_bytes` of weights is refused before it is built.
 
-    A model with more than `max_bytes` of weights is refused before it is built. Unless the spec has the pool
-    size, pages take what the weights leave of `room_bytes` (memory by device), at most `pool_bytes` per
-    microbatch. Steps are priced for sequences in the middle of an average answer.
+    Unless the spec has the pool size, pages take what the weights leave of `room_bytes` (memory by device),
+    at most `pool_bytes` per microbatch. Steps are priced for sequences in the middle of an average answer.
     """
     microbatches, capacity, pool_tokens = spec.microbatches, spec.capacity, spec.pool_tokens
     if model in known_models() and model not in servable_models():
@@ -115,7 +112,7 @@ def served(
         pool_bytes = modest_bytes(microbatches) if pool_bytes is None else pool_bytes
         each, fixed = _bytes_of_state(first, rows)
         room = min(pool_bytes, _room(first, room_bytes) / microbatches - fixed)
-        # A requested length is granted; the planner checks whether it fits.
+        # A requested length is granted; the planner checks it.
         most, least = (PAGE * max_pages(n, windows, sizes[-1]) for n in (size, min(size, capacity or PAGE)))
         fitting = room / each // PAGE * PAGE if each else float("inf")
         pool_tokens = int(max(least, min(rows * most, fitting - PAGE))) + PAGE
@@ -174,8 +171,8 @@ def sizes_of(
 ) -> tuple[int, ...]:
     """Ascending: up to `rows`, by `ratio`, and larger ones where prompts are chunked.
 
-    Except the largest of both groups, sizes are at least `min_size` and 2 * `min_size`. With a minimum of one
-    there is a step for a single token: padding would choose experts of its own.
+    Except the largest of both groups, sizes are at least `min_size` and 2 * `min_size`. A minimum of one
+    gives a step for a single token: padding would choose experts of its own.
     """
     sizes = [rows]
     while sizes[0] // ratio >= min_size:

@@ -2,8 +2,8 @@
 
 A template is untrusted code that may loop or fill the memory, and a thread cannot be stopped. So jinja2's
 sandbox runs in one process (this file as a program) with a memory limit. A conversation over the time limit
-kills the process; the next one starts another. The process inherits no environment and no open files, and
-imports nothing of Tessera.
+kills it; the next one starts another. It inherits no environment and no open files, and imports nothing of
+Tessera.
 
 It receives JSON messages: the template, then the variables of each conversation; it answers {"text": ...} or
 {"error": ...}. Not handled: templates that need documents.

@@ -1,10 +1,10 @@
 """Text: conversion between text and tokens.
 
 Tokens of built-in models are the 256 bytes, begin (256) and end (257); other tokens show as their number. A
-folder's tokenizer and chat template are read from local files only, without running its code. A client's text
-cannot become a special token; special tokens do not show in an answer. With tokenizers that are not
-byte-level a token's text can depend on those before it, so a window of the newest tokens is decoded; text
-that may still change is held back.
+folder's tokenizer and chat template are read from local files, without running its code. A client's text
+cannot become a special token; special tokens do not show in an answer. Where tokenizers are not byte-level, a
+token's text can depend on those before it: a window of the newest is decoded, and text that may still change
+held back.
 """
 
 import codecs
@@ -38,7 +38,7 @@ FEW_TOKENS = 1024
 MAX_WINDOW, AT_ONCE = 32, 8
 # Tokens of a prompt that are decoded with an answer that continues it.
 MAX_CONTEXT = 8
-# In place of special tokens while a template is rendered.
+# Stand-ins of special tokens.
 FIRST, LAST = "\U00100000", "\U0010fffd"
 # In place of a picture.
 MARK = "\U0010fff1"
@@ -200,7 +200,6 @@ class FolderText:
             named = {k: str(w) for k, w in tokenizer.special_tokens_map.items() if isinstance(w, str)}
             sources = [template, template] if template else _templates_of(tokenizer)
         templates = {source: ChatTemplate(source) for source in {*sources} if source}
-        # Without and with tools.
         self._templates = [templates.get(source) for source in sources]
         self._variables = {"tools": None, "documents": None, GENERATES: True, **named}
         self._bytes: dict[int, bytes] = {}

@@ -1,8 +1,7 @@
 """OpenTelemetry: one span per request of OpenAI's routes, sent by OTLP over HTTP.
 
 A span continues the client's trace (`traceparent`), with the attributes of OpenTelemetry's conventions. Steps
-of the engine are not spans: they belong to many requests at once. A collector that is away costs spans, not
-requests.
+are not spans: they belong to many requests. A collector that is away costs spans, not requests.
 """
 
 from contextlib import ExitStack

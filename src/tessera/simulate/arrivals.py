@@ -10,7 +10,7 @@
         Azure      TIMESTAMP (date and time), ContextTokens, GeneratedTokens
 
 Times count from the first row and must not go back. Rows without answer tokens (failed requests) are skipped;
-a cell that is empty or not a number is an error with its line.
+other cells without a number are errors with their line.
 
 Lengths (prompt, answer): `fixed:P,O`; `uniform:P,O` (half to one and a half times the means);
 `geometric:P,O`; `lognormal:P,O,SIGMA`.

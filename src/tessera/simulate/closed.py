@@ -5,7 +5,7 @@ window sees every phase. Work is counted as a segment's share of its request's b
 work units.
 
 Repeated runs of a long request (a thousand decodes) are simulated as fewer, longer ones, with the same work
-and the same share of waits.
+and share of waits.
 """
 
 import math
@@ -122,7 +122,7 @@ def simulate(plan: Plan, num_requests: int, is_detailed: bool = True) -> Timelin
 def throughput_per_s(timeline: Timeline) -> float:
     """From the first completion to the start of the last request, or over a short run.
 
-    Completions come in bursts, so work is counted: a span's share of its request's busy time.
+    Completions come in bursts, so work is counted.
     """
     work = [span for span in timeline.spans if not span.is_transfer and span.stop_us > span.start_us]
     total_us: defaultdict[int, float] = defaultdict(float)
@@ -196,7 +196,6 @@ class SteadyRates:
         return self._rate(plan, FEW_ITEMS, SHORT_WINDOW)
 
     def settled(self, plan: Plan) -> float:
-        """Microbatches that started spread may have synchronised."""
         return self._rate(plan, MANY_ITEMS, self._long_window)
 
     def _rate(self, plan: Plan, max_items: int, extent: WindowExtent) -> float:

@@ -1,9 +1,9 @@
 """The executor's schedule under a virtual clock: devices, links and requests as events.
 
-Only time is replaced in the workers' queue. A launch takes its modelled time, one at a time; after each the
-device takes the job that the queue picks. A transfer occupies its bus, first come first served, and arrives a
-latency later. Receives cost nothing. A segment of launches is one event, unless a preferred job arrives: then
-it ends at the current launch, with the same times as checks after every launch.
+Jobs are picked by the workers' queue. A launch takes its modelled time, one at a time. A transfer occupies
+its bus, first come first served, and arrives a latency later. Receives cost nothing. A segment of launches is
+one event, unless a preferred job arrives: it then ends at the current launch, as with checks after every
+launch.
 """
 
 from abc import ABC, abstractmethod

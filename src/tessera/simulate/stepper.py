@@ -1,9 +1,9 @@
 """VirtualStepper: steps that compute nothing and take their true time on a virtual clock.
 
 `take` moves the clock to the next end of a step, loss or return of a device, or by its timeout. A step takes
-the true costs of its launches and transfers, times its `scale`. State that an earlier step left elsewhere
-moves before the later step, in proportion to the earlier scale; state of joining rows never moves back. Moves
-of pages take their links one after the other and no device's time.
+its true costs times its `scale`. State that an earlier step left elsewhere moves before the later step, in
+proportion to the earlier scale; state of joining rows never moves back. Moves of pages take their links one
+after the other and no device's time.
 
 True costs (`Truth`) are independent of the costs that plans were made with. Not handled: counts of bytes that
 steps transfer, moves and steps that compete for a link, and memory.
@@ -132,7 +132,6 @@ class VirtualStepper:
         pass
 
     def load(self, plans: Sequence[Plan]) -> None:
-        """Open microbatches stay on their lanes."""
         self.lanes.load(plans)
         self.plans = tuple(plans)
         self._drop_lanes()

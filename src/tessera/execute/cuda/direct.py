@@ -1,8 +1,8 @@
 """Transports by which GPUs reach one another's memory, and which transports this machine can use.
 
 `Ipc`: GPUs of one machine. Workers publish handles of their inboxes (CUDA IPC memory) in the engine's store.
-A send is a copy into the opened inbox and a write to its flag. A restarted worker has another inbox, so
-graphs that send there are captured again.
+A send is a copy into the opened inbox and a write to its flag. A restarted worker has another inbox: graphs
+that send there are captured again.
 
 `Nvshmem`: put-with-signal on streams, with the library that torch brings. Workers are processing elements;
 inboxes are one symmetric allocation. Elements cannot rejoin: when one is lost, all are restarted. Two

@@ -1,7 +1,7 @@
 """Graphs: one device's weights for some programs, and memory and CUDA graphs per microbatch.
 
-Equal programs without transfers share a graph. `capture_next` captures likely graphs first; others are
-captured on first use. Memory is checked before allocation, except temporaries in the graphs' pools.
+Equal programs without transfers share a graph. `capture_next` captures likely graphs first; others wait for
+first use. Memory is checked before allocation, except temporaries in the graphs' pools.
 """
 
 from collections import deque

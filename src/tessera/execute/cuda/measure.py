@@ -2,7 +2,7 @@
 
 A step runs once plain and once with a stamp before and after every launch: launch = max(stamped - b, FLOOR),
 with b such that the launches add up to the plain step (`without_stamps`). Figures are medians; the error is
-half the interquartile range, at least 1 %. Parts of one card are timed while the others repeat the same work.
+half the interquartile range, at least 1 %. Parts of one card are timed while the others do the same.
 """
 
 import math

@@ -4,12 +4,11 @@ A dilated device (`cuda:N/as=GPU`) ends each launch when it would have ended on 
 the order of `execute.schedule`; a throttled link serves first come, first served. Links of a
 group share a bus only among one device's sends.
 
-Where the card itself is too slow, the time scale slows the whole run: the least factor at which launches of
-99 % of the modelled time are met while every device of the card is busy. Modelled rate = measured rate x
-scale.
+Where the card is too slow, the time scale slows the whole run: the least factor at which launches of 99 % of
+the modelled time are met while every device of the card is busy. Modelled rate = measured rate x scale.
 
 `PaceKernel` (`pace.ptx`) is a one-thread kernel before and after every launch. A record is four words: start,
-due time, real end (nanoseconds of %globaltimer), spare. One call does two things, each optional:
+due time, real end (nanoseconds of %globaltimer), spare. A call does two optional things:
 
     leave   waits until the previous record's due time (plus `extra`), and writes the real end;
     enter   takes a place in a queue: start = max(now - slack, when it is free), end = start + hold.
@@ -235,5 +234,5 @@ class Chain:
 
 
 def key_of(hold: Hold) -> int:
-    """The least goes first; never zero. The kernel adds the arrival time."""
+    """Never zero; the kernel adds the arrival time."""
     return (min(hold.left_ns, _MAX_LEFT_NS) << (_CAME_BITS + 1)) + 1

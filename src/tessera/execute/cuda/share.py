@@ -1,18 +1,18 @@
 """ShareGraph: one device's share of one program, captured for one microbatch.
 
-It is one CUDA graph with launches, sends and waits (see `transport`). Without transfers and fetches it is two
+It is one CUDA graph of launches, sends and waits (`transport`). Without transfers and fetches it is two
 graphs: the first need not wait for late inputs. Launches go to a compute stream in program order, sends to a
 stream per destination.
 
-    a send waits for the launches issued before it, its producer among them;
+    a send waits for all launches issued before it;
     a receive makes the compute stream wait for the flag, right before the first launch that reads it;
     a launch waits for the sends whose bytes it overwrites;
     a fetch copies page-locked weights on its own stream, after the launch that used their place before; their
     launch waits for it.
 
-Memory that a send reads is kept until the whole program is issued. The launches of a program run once before
-its first capture, without transfers, so that libraries and kernels initialise. This rehearsal has its own
-zeroed state, since a microbatch may be running under another plan; zeros are valid indices.
+Memory that a send reads is kept until the whole program is issued. Before its first capture a program runs
+once without transfers, so that libraries and kernels initialise, on zeroed state of its own: the microbatch
+may be running under another plan. Zeros are valid indices.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -340,10 +340,9 @@ def _zeros(num_bytes: int, card: torch.device) -> Storage:
 def own_workspaces() -> Iterator[None]:
     """Allocates cuBLAS workspaces of a capture from the graph's own pool.
 
-    torch keeps one workspace per cuBLAS handle and stream, which captured products name. Clearing it
-    (torch.compile with CUDA graphs does) frees memory that the graph still writes to. So workspaces are
-    cleared before and after a capture, while its streams are idle. Not handled: other CUDA graphs that share
-    a workspace.
+    torch keeps one workspace per cuBLAS handle and stream, which captured products name. Clearing it, as
+    torch.compile with CUDA graphs does, frees memory that the graph still writes to. So workspaces are
+    cleared before and after a capture, while its streams are idle.
     """
     clear: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is None:  # a torch without CUDA

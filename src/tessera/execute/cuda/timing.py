@@ -1,9 +1,9 @@
 """CudaTimer: how long each launch of a trace takes on a GPU, or a part of one, inside a CUDA graph.
 
-A sample is the difference between a graph that runs the launch once and one that runs it several times more,
-so the start of a graph drops out. Before each replay memory larger than the cache is read (not written: dirty
-lines would be written back), and the queue is held until the replay is submitted. Buffers that a real step
-finds outside the cache are another copy at each repeat.
+A sample is the difference between graphs that run the launch once and several times, so the start of a graph
+drops out. Before each replay memory larger than the cache is read (not written: dirty lines would be written
+back), and the queue is held until the replay is submitted. Buffers that a real step finds outside the cache
+are another copy at each repeat.
 
 Refused by name: launches that read results on the host.
 """

@@ -5,18 +5,16 @@ arrived; the receiver's graph waits for it and clears it. Nothing is overwritten
 (`execute.lanes`).
 
 When a peer is lost, a graph may wait for ever: `release` zeroes what may not have arrived, since zeros are
-valid indices, and sets the microbatch's flags from the CPU, so that the graph ends with contents that are
-discarded; `reset` clears them.
+valid indices, and sets the microbatch's flags from the CPU, so that the graph ends; its contents are
+discarded.
 
 Inboxes are laid out alike by every worker. Each microbatch has, per transfer of a program, a flag, a record
-of when it was due (`pace`), and a place as large as its buffer; its programs share them. Programs added later
-use the existing inbox if they fit; else a device gets another, larger by at least half.
+of when it was due (`pace`), and a place as large as its buffer; its programs share them.
 
 `Staged`: beside CPU workers of the same machine, graphs copy to shared memory and set flags there.
 
 `Host`: over any network. Graphs copy to memory of the process and set flags there, which a thread per link
-polls and sends. Arriving bytes are read into such memory and flagged. A transfer that arrives before its run
-begins is kept.
+polls and sends. Arriving bytes are read into such memory and flagged.
 """
 
 import threading
@@ -91,7 +89,7 @@ class Inboxes:
             self._used[device] += [(layout, _offsets(p, traces[p.step], device)[0]) for p in programs]
 
     def layout_for(self, programs: Sequence[Program], traces: Sequence[Trace], device: int) -> InboxLayout:
-        """The last inbox, or a new one if that is too small."""
+        """The last inbox or, if that is too small, a new one, larger by at least half."""
         flags = max((len(p.transfers) for p in programs), default=0)
         each = max((_offsets(p, traces[p.step], device)[1] for p in programs), default=0)
         layouts = self.layouts[device]
@@ -312,7 +310,6 @@ class Host(Staged):
             self._land(frame, contents)
 
     def end(self, run: int, is_cancelled: bool) -> None:
-        """Transfers of a cancelled run are neither sent nor received any more."""
         with self._changed:
             self._in_flight.discard(run)
             self._num_ended += 1

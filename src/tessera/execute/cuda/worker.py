@@ -1,12 +1,12 @@
 """CudaWorker: one process, one GPU or part of one.
 
 A run is one graph. Graphs are launched in the order of the engine's orders, which is the same on every
-device: this keeps graphs that wait for one another from hanging (streams share the GPU's hardware queues; 32
-are requested before CUDA starts). A step ordered while another runs is queued on the GPU; if its late inputs
-follow, so does its second graph (`graphs`). Waiting for them counts as busy time.
+device: this keeps graphs that wait for one another from hanging (streams share the GPU's hardware queues). A
+step ordered while another runs is queued on the GPU; if its late inputs follow, so does its second graph
+(`graphs`). Waiting for them counts as busy time.
 
-A cancelled graph may wait for a lost peer: its flags are set from here, so that it ends, and then cleared.
-The microbatch is used again when every device has done so.
+A cancelled graph may wait for a lost peer: its flags are set from here, so that it ends, then cleared. The
+microbatch is used again when every device has done so.
 
 Busy time is measured for runs without receives; for others it is the plan's costs times the scale.
 """

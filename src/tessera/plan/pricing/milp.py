@@ -57,9 +57,7 @@ def best_placement(problem: Problem, microbatches: int = 1) -> tuple[Column, flo
 
 
 def roomiest(problem: Problem) -> tuple[Column, float]:
-    """The least shortage for one request, and its proved minimum: bytes of the fullest device, without
-    temporaries.
-    """
+    """The least shortage for one request and its proved minimum, in bytes."""
     held, num = problem.resident(1.0), problem.num_devices
     load = problem.load_us if problem.allowed is None else np.where(problem.allowed, problem.load_us, np.inf)
     labels: Labels = load.argmin(axis=1).astype(np.int64)  # devices without residents

@@ -14,14 +14,14 @@ Two devices: a minimum cut. More: elimination of nodes. Both charge a value once
 
 and return a placement with a proved lower bound. A resident is a value without a producer (-1).
 
-The cut is exact: a node is on the source's side (device 0) or on the other. One auxiliary vertex per (value,
-direction) charges a value once. Scaled capacities are rounded down to integers: flow / scale is a proved
-lower bound, within (edges cut) / scale.
+The cut is exact: a node is on the source's side (device 0) or on the other. A vertex per (value, direction)
+charges a value once. Scaled capacities are rounded down to integers: flow / scale is a proved lower bound,
+within (edges cut) / scale.
 
 Elimination takes nodes one at a time. A factor is a table of costs over the devices of some nodes, its scope.
-Minimising the sum of a node's factors over its devices leaves a factor of its neighbours: exact while no
-table exceeds `max_entries`, as for transformer traces. Wider sums are split, each part with its own minimum:
-a lower bound. A value with too many readers is charged to each in equal parts, also a lower bound. The order
+Minimising the sum of a node's factors over its devices leaves a factor of its neighbours, exact while no
+table exceeds `max_entries`, as for transformers. Wider sums are split, each part with its own minimum: a
+lower bound. A value with too many readers is charged to each in equal parts, also a lower bound. The order
 (fewest neighbours first) is fixed per problem.
 """
 
@@ -263,7 +263,7 @@ class Pricer:
 
 
 def _edges(problem: Problem, has_residents: bool) -> tuple[Ints, Ints, Ints]:
-    """(producer of every value, value and node of every pin); residents are values without a producer."""
+    """(producer of every value, value and node of every pin)."""
     values = problem.values
     if not has_residents:
         return values.producer, values.pin_value, values.pin_node

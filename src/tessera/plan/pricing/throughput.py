@@ -8,8 +8,8 @@
 
 `Pricer` finds the cheapest placement at dual prices y. For any y >= 0 no mix exceeds (y times right-hand
 sides) / (cheapest price); the minimum is the bound. The depth row rejects plans with many small transfers and
-few requests in flight. It ignores overlap within a request, so several depths are tried and simulated.
-Placements are priced over kinds of devices (see `problem`) and spread over the devices of each kind.
+few requests in flight. It ignores overlap within a request: several depths are tried and simulated.
+Placements are priced over kinds of devices (`problem`) and spread over their devices.
 
 Memory rows average weights by share and assume that microbatches follow shares, so each mix is checked as it
 would run: lanes are dropped, or fewer requests are in flight, until it fits. The bound ignores memory.

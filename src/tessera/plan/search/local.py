@@ -1,12 +1,12 @@
 """Local search: the placement of every microbatch, from the linear program's optima.
 
-A team assigns microbatches to placements. Starts are optima of the linear program at several depths, and
+A team assigns microbatches to placements. It starts from optima of the linear program at several depths, and
 single placements. Moves from the best team: another placement for one microbatch; one microbatch more or
 less.
 
 An estimate orders the moves (equal slow-down until the bottleneck keeps up), and a quick simulation rates
 them. It does not see that microbatches on one device fill idle time: those moves are always tried. The number
-of moves depends only on the unit's size, so plans are reproducible.
+of moves depends on the unit's size alone: plans are reproducible.
 """
 
 from collections import Counter

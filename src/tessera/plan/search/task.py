@@ -38,7 +38,6 @@ class Simulator(Protocol):
 class Task:
     problem: Problem
     microbatches: int
-    # None: rates by busy time.
     simulate: Simulator | None = None
     is_served: bool = False
     objective: ir.Objective = ir.Objective.THROUGHPUT

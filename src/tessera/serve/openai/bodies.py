@@ -1,8 +1,8 @@
 """Request bodies of OpenAI's routes, decoded strictly by msgspec: an error names the field.
 
 Unknown fields of a body are refused, because ignoring one could change the answer; those of `FIELDS` are
-accepted with values that have no effect. Unknown fields inside messages and tools are ignored, as clients
-send back answers of other servers. null is the same as a missing field.
+accepted with values without effect. Unknown fields inside messages and tools are ignored, as clients send
+back answers of other servers. null is a missing field.
 """
 
 import re

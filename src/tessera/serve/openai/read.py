@@ -1,7 +1,6 @@
 """From a body to a draft in tokens, and from a draft to asks.
 
-Two prompts with n = 3 are six asks, in OpenAI's order. A mark stands for a picture until the prompt is in
-tokens.
+Two prompts with n = 3 are six asks, in OpenAI's order.
 """
 
 import asyncio
@@ -83,7 +82,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """One request with its prompts in tokens; a prompt far too long is cut."""
+    """One request with its prompts in tokens."""
 
     request: bodies.ChatRequest | bodies.CompletionRequest
     prompts: tuple[tuple[int, ...], ...]

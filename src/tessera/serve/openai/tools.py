@@ -3,8 +3,6 @@
 Forced calls are a list: [{"name": "f", "arguments": {...}}, ...]. A call stands between <tool_call> and
 </tool_call>, or the whole answer is a JSON object or list that names tools of the request ("parameters" may
 replace "arguments"). Anything else is text. Text that may become a call is held back.
-
-Not handled: other formats, such as Python calls.
 """
 
 import json

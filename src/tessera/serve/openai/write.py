@@ -1,8 +1,8 @@
 """Answers in OpenAI's forms: one document, or a stream of server-sent events.
 
 The head of a stream is sent with its first event, so that a refusal keeps its status. A later error is an
-event, as OpenAI's clients expect. A disconnect closes the answers, which cancels them. Documents with many
-logprobs are encoded in a thread, in parts.
+event, as OpenAI's clients expect. A disconnect cancels the answers. Documents with many logprobs are encoded
+in a thread, in parts.
 """
 
 import asyncio
@@ -71,7 +71,6 @@ class Writer:
         self._readers = [FoundCalls(self.draft.tools) for _ in asks] if self.draft.tools else []
 
     async def encoded(self, num_tokens: int, make: Callable[..., bytes], *arguments: Any) -> bytes:
-        """Encodes in a thread where there are many logprobs."""
         is_few = num_tokens * self._num_listed < FEW_LOGPROBS
         return make(*arguments) if is_few else await asyncio.to_thread(make, *arguments)
 
