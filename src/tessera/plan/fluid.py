@@ -444,7 +444,13 @@ class FluidModel:
 
     def _seats(self, device: int, policy: str) -> Iterator[_Seat]:
         role = Role.ANSWERS if policy == PREFILL_DECODE else Role.MIXED
+        least = self.config.least_tokens
+        usual = self.pool_tokens(least, self.length), self.price(least, least, self.length)
+        # Few sequences vary more than a draft knows.
+        has_room = self.fits(device, *usual)
         for sequences in self.num_sequences:
+            if has_room and sequences < least:
+                continue
             pool = self.pool_tokens(sequences, self.length)
             plain = self.price(sequences, sequences, self.length)
             if sequences > self.config.most_sequences or not self.fits(device, pool, plain):
