@@ -213,13 +213,15 @@ class FluidModel:
         held = sequences * self.model.held(length + PAGE) * margin + reading
         return _pages(max(held, longest)) * PAGE + PAGE
 
-    def fits(self, device: int, pool_tokens: int, price: StepPrice) -> bool:
-        return self.needed(pool_tokens, price) <= self.cluster.devices[device].memory_bytes
+    def fits(self, device: int, pool_tokens: int, price: StepPrice, policy: str) -> bool:
+        # A worker has room for the microbatches of all devices.
+        num = 1 if policy == SINGLE else len(self.used)
+        return self.needed(pool_tokens, price, num) <= self.cluster.devices[device].memory_bytes
 
-    def needed(self, pool_tokens: int, price: StepPrice) -> float:
+    def needed(self, pool_tokens: int, price: StepPrice, microbatches: int = 1) -> float:
         """Memory of a device that holds the model."""
         held = self.model.weights + pool_tokens * self.model.token
-        return max(held / self.config.memory_share, held + price.temporary_bytes)
+        return max(held / self.config.memory_share, held + microbatches * price.temporary_bytes)
 
     @property
     def least_bytes(self) -> float:
@@ -323,7 +325,7 @@ class FluidModel:
 
     def _alone(self, device: int, policy: str) -> Iterator[ServiceDraft]:
         def draft(pace: _Pace) -> ServiceDraft | None:
-            if not self.fits(device, pace.group.pool_tokens, pace.price):
+            if not self.fits(device, pace.group.pool_tokens, pace.price, policy):
                 return None
             return self._timed(policy, pace, pace.price.total_us(device))
 
@@ -447,13 +449,13 @@ class FluidModel:
         least = self.config.least_tokens
         usual = self.pool_tokens(least, self.length), self.price(least, least, self.length)
         # Few sequences vary more than a draft knows.
-        has_room = self.fits(device, *usual)
+        has_room = self.fits(device, *usual, policy)
         for sequences in self.num_sequences:
             if has_room and sequences < least:
                 continue
             pool = self.pool_tokens(sequences, self.length)
             plain = self.price(sequences, sequences, self.length)
-            if sequences > self.config.most_sequences or not self.fits(device, pool, plain):
+            if sequences > self.config.most_sequences or not self.fits(device, pool, plain, policy):
                 break
             plain_us = plain.total_us(device)
             if role is Role.ANSWERS:
@@ -465,7 +467,7 @@ class FluidModel:
                 if tokens <= sequences:
                     continue
                 mixed = self.price(tokens, sequences, self.length)
-                if self.fits(device, pool, mixed):
+                if self.fits(device, pool, mixed, policy):
                     group = GroupDraft(role, (device,), sequences, (sequences, tokens), 1, pool, self.length)
                     yield _Seat(group, plain_us, mixed.total_us(device), tokens - sequences)
 
@@ -480,7 +482,7 @@ class FluidModel:
             group = GroupDraft(Role.PROMPTS, (device,), sequences, sizes, 1, pool, self.load.prompt_tokens)
             option = group, 1e6 * tokens / price.total_us(device)
             is_late = self._first_ms(*option) > (self.load.ttft_ms or math.inf)
-            if (options and is_late) or not self.fits(device, pool, price):
+            if (options and is_late) or not self.fits(device, pool, price, PREFILL_DECODE):
                 break
             options.append(option)
         least = (1.0 - self.config.prompt_gain) * max((rate for _, rate in options), default=0.0)
