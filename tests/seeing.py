@@ -2,6 +2,8 @@
 
 import base64
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,13 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from own_code import reference
 from paged_mixer import plain_model
+from serving_factory import policies_of
 from tessera.serve.records import Ask, Finish
 from tessera.serve.service import Service
+from tessera.serve.steps import ServedModel
+from tessera.serve.text import ByteText
 from text_factory import make_text_folder
 
 SIDE, PICTURE = 32, "<|user|>"
@@ -25,6 +31,22 @@ TEMPLATE = (
     "{% if part.type == 'image' %}" + PICTURE + "{% else %}{{ part.text }}{% endif %}{% endfor %}"
     "{% endif %}{% endfor %}"
 )
+
+
+@contextmanager
+def running(made: ServedModel) -> Iterator[Service]:
+    """A service that runs one step after the other."""
+    with (
+        reference(made, num_threads=1) as stepper,
+        Service(
+            stepper,
+            policies_of(stepper, made.shape),
+            made.shape,
+            ByteText(),
+            picture_inputs=made.picture_inputs,
+        ) as service,
+    ):
+        yield service
 
 
 def make_seeing_folder(name: str, path: Path) -> str:

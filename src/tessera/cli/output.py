@@ -23,7 +23,7 @@ from typing import Annotated, Any, Generic, Self, TypeVar
 import msgspec
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.progress import Progress, SpinnerColumn
+from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
 from tessera.cli.render import parts_of
 from tessera.errors import TesseraError, check_known
@@ -270,7 +270,7 @@ def progress(label: str, total: int | None = None) -> Iterator[Callable[[str], N
         finally:
             lines.end()
         return
-    columns = SpinnerColumn(), *Progress.get_default_columns()
+    columns = SpinnerColumn(), *Progress.get_default_columns()[:-1], TimeElapsedColumn()
     with Progress(*columns, console=screen, transient=True) as bar:
         task = bar.add_task(label, total=total)
 

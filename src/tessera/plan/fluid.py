@@ -3,7 +3,8 @@
 A request reads P prompt tokens, then takes A = G - 1 steps for its other answer tokens. A mixed device with
 full steps of T tokens finishes T / (P + A) requests per step: n = T A / (P + A) answers and T - n prompt
 tokens. With prompts devices, the mixed devices read prompt tokens in a share of their steps, such that as
-many prompts are read as answers end. Time per token is the mean step time of the slowest group.
+many prompts are read as answers end. Few sequences answer in nearly all steps: a prompt is read in some large
+ones as soon as a sequence has ended. Time per token is the mean step time of the slowest group.
 
 `bound_per_s` bounds every policy: launches are divided among the devices at will, each at its cheapest step
 size, without transfers. A lane over several devices holds pages where their layers or all attention run,
@@ -142,29 +143,31 @@ class ServiceDraft:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pace:
-    """How a mixed group's steps go on average."""
+class StepMix:
+    """Steps of a mixed group: some with prompt tokens, the others without."""
 
     group: GroupDraft
     # A mean step, and one with prompt tokens.
     price: StepPrice
     full: StepPrice
-    # Ended per step.
+    # Requests that end per step.
     requests: float
-    # Steps with a prompt's tokens.
+    # Steps in which a prompt is read.
     reading_steps: int
 
-    def slower(self, devices: Sequence[int]) -> float:
+    @property
+    def slower(self) -> float:
         """Time of a step with prompt tokens over that of a mean step."""
-        return float(self.full.us[:, devices].sum() / self.price.us[:, devices].sum())
+        full, mean = (price.us[:, self.group.devices].sum() for price in (self.full, self.price))
+        return float(full / mean)
 
 
-# Size -> pace; sizes there are, by rounding; sizes that are always tried.
-Way = tuple[Callable[[int], _Pace | None], Callable[[int], int], tuple[int, ...]]
+# Size -> steps; sizes there are, by rounding; sizes that are always tried.
+Way = tuple[Callable[[int], StepMix | None], Callable[[int], int], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Seat:
+class Seat:
     """Step times of a device at one size, without and with prompt tokens."""
 
     group: GroupDraft
@@ -213,9 +216,9 @@ class FluidModel:
         held = sequences * self.model.held(length + PAGE) * margin + reading
         return _pages(max(held, longest)) * PAGE + PAGE
 
-    def fits(self, device: int, pool_tokens: int, price: StepPrice, policy: str) -> bool:
+    def fits(self, device: int, pool_tokens: int, price: StepPrice, is_alone: bool = False) -> bool:
         # A worker has room for the microbatches of all devices.
-        num = 1 if policy == SINGLE else len(self.used)
+        num = 1 if is_alone else len(self.used)
         return self.needed(pool_tokens, price, num) <= self.cluster.devices[device].memory_bytes
 
     def needed(self, pool_tokens: int, price: StepPrice, microbatches: int = 1) -> float:
@@ -226,9 +229,9 @@ class FluidModel:
     @property
     def least_bytes(self) -> float:
         """Memory of one device for the smallest service."""
-        paces = [self._steady((0,), 1, 1, TILE)]
-        paces += [self._reading((0,), 1, steps, 1) for steps in self.config.reading_steps if self.answers]
-        return min(self.needed(pace.group.pool_tokens, pace.price) for pace in paces if pace is not None)
+        mixes = [self._steady((0,), 1, 1, TILE)]
+        mixes += [self._reading((0,), 1, steps, 1) for steps in self.config.reading_steps if self.answers]
+        return min(self.needed(mix.group.pool_tokens, mix.price) for mix in mixes if mix is not None)
 
     @cached_property
     def used(self) -> tuple[int, ...]:
@@ -317,26 +320,26 @@ class FluidModel:
     def _answering(self, tokens: int) -> float:
         return tokens * self.answers / (self.answers + self.load.prompt_tokens)
 
-    def _timed(self, policy: str, pace: _Pace, step_us: float) -> ServiceDraft:
-        microbatches = pace.group.microbatches
+    def _timed(self, policy: str, mix: StepMix, step_us: float) -> ServiceDraft:
+        microbatches = mix.group.microbatches
         tpot_ms = 1e-3 * microbatches * step_us
-        ttft_ms = tpot_ms * (0.5 + pace.reading_steps * pace.slower(pace.group.devices))
-        return self._draft(policy, [pace.group], pace.requests * 1e6 / step_us, tpot_ms, ttft_ms)
+        ttft_ms = tpot_ms * (0.5 + mix.reading_steps * mix.slower)
+        return self._draft(policy, [mix.group], mix.requests * 1e6 / step_us, tpot_ms, ttft_ms)
 
     def _alone(self, device: int, policy: str) -> Iterator[ServiceDraft]:
-        def draft(pace: _Pace) -> ServiceDraft | None:
-            if not self.fits(device, pace.group.pool_tokens, pace.price, policy):
+        def draft(mix: StepMix) -> ServiceDraft | None:
+            if not self.fits(device, mix.group.pool_tokens, mix.price, policy == SINGLE):
                 return None
-            return self._timed(policy, pace, pace.price.total_us(device))
+            return self._timed(policy, mix, mix.price.total_us(device))
 
-        yield from self._paced((device,), 1, self.config.every, draft)
+        yield from self._drafted((device,), 1, self.config.every, draft)
 
-    def _paced(
+    def _drafted(
         self,
         devices: tuple[int, ...],
         microbatches: int,
         every: Sequence[int],
-        draft: Callable[[_Pace], ServiceDraft | None],
+        draft: Callable[[StepMix], ServiceDraft | None],
     ) -> Iterator[ServiceDraft]:
         """Drafts by tokens of a step, and by sequences: of sizes that are always tried, and of the largest
         that fits. `draft` returns None for what does not fit.
@@ -352,16 +355,16 @@ class FluidModel:
         for make, rounded, tried in ways:
 
             @cache
-            def at(size: int, make: Callable[[int], _Pace | None] = make) -> ServiceDraft | None:
-                pace = make(size)
-                return None if pace is None else draft(pace)
+            def at(size: int, make: Callable[[int], StepMix | None] = make) -> ServiceDraft | None:
+                mix = make(size)
+                return None if mix is None else draft(mix)
 
             sizes = sorted({rounded(size) for size in range(1, self.config.most_tokens + 1)} - {0})
             num = bisect_left(sizes, True, key=lambda size: at(size) is None)
             found = map(at, sorted({*tried, *sizes[:num][-1:]}))
             yield from (fitting for fitting in found if fitting is not None)
 
-    def _steady(self, devices: tuple[int, ...], microbatches: int, every: int, tokens: int) -> _Pace | None:
+    def _steady(self, devices: tuple[int, ...], microbatches: int, every: int, tokens: int) -> StepMix | None:
         group = self._mixed(devices, tokens, microbatches, every)
         per_step = tokens / (self.answers + self.load.prompt_tokens)
         chunk = group.sizes[-1] - self._answering(tokens)
@@ -369,20 +372,20 @@ class FluidModel:
         reading = max(1.0, 0.5 + self.load.prompt_tokens / chunk) * per_step
         # A prompt is read at once, so steps are full only where several wait.
         share = max(1.0 / every, 1.0 - math.exp(-reading)) if every > 1 else 1.0
-        return self._pace(group, requests, math.ceil(self.load.prompt_tokens / max(1.0, chunk)), share)
+        return self._mix(group, requests, math.ceil(self.load.prompt_tokens / max(1.0, chunk)), share)
 
     def _reading(
         self, devices: tuple[int, ...], microbatches: int, steps: int, sequences: int
-    ) -> _Pace | None:
+    ) -> StepMix | None:
         """A prompt is read in so many steps as soon as a sequence has ended."""
         chunk = math.ceil(self.config.longer * self.load.prompt_tokens / steps)
         sizes = sequences, _rounded(sequences + chunk, math.ceil)
         pool = self.pool_tokens(sequences * microbatches, self.length)
         group = GroupDraft(Role.MIXED, devices, sequences, sizes, microbatches, pool, self.length)
         requests = min(1.0 / steps, sequences / (self.answers + steps + self.config.other_steps - 1))
-        return self._pace(group, requests, steps, steps * requests)
+        return self._mix(group, requests, steps, steps * requests)
 
-    def _pace(self, group: GroupDraft, requests: float, reading_steps: int, share: float) -> _Pace | None:
+    def _mix(self, group: GroupDraft, requests: float, reading_steps: int, share: float) -> StepMix | None:
         """`share`: of the steps, those with prompt tokens. None: a step is too large."""
         tokens, sequences = group.sizes[-1], group.sequences
         if sequences > self.config.most_sequences or tokens > self.config.most_tokens:
@@ -392,7 +395,7 @@ class FluidModel:
         share = 1.0 - (1.0 - min(1.0, share)) ** min(len(group.devices), group.microbatches)
         plain = self.price(sequences, sequences, group.length) if share < 1.0 else full
         us = share * full.us + (1.0 - share) * plain.us
-        return _Pace(group, StepPrice(us, full.temporary_bytes), full, requests, reading_steps)
+        return StepMix(group, StepPrice(us, full.temporary_bytes), full, requests, reading_steps)
 
     def _replicas(self, policy: str) -> Iterator[ServiceDraft]:
         """A group per device: for each time per token of some device, the best groups within it."""
@@ -444,32 +447,32 @@ class FluidModel:
         tokens = group.sizes[-1]
         return 1e3 * (0.5 * tokens + max(self.config.backlog * tokens, group.length)) / tokens_per_s
 
-    def _seats(self, device: int, policy: str) -> Iterator[_Seat]:
+    def _seats(self, device: int, policy: str) -> Iterator[Seat]:
         role = Role.ANSWERS if policy == PREFILL_DECODE else Role.MIXED
         least = self.config.least_tokens
         usual = self.pool_tokens(least, self.length), self.price(least, least, self.length)
         # Few sequences vary more than a draft knows.
-        has_room = self.fits(device, *usual, policy)
+        has_room = self.fits(device, *usual)
         for sequences in self.num_sequences:
             if has_room and sequences < least:
                 continue
             pool = self.pool_tokens(sequences, self.length)
             plain = self.price(sequences, sequences, self.length)
-            if sequences > self.config.most_sequences or not self.fits(device, pool, plain, policy):
+            if sequences > self.config.most_sequences or not self.fits(device, pool, plain):
                 break
             plain_us = plain.total_us(device)
             if role is Role.ANSWERS:
                 group = GroupDraft(role, (device,), sequences, (sequences,), 1, pool, self.length)
-                yield _Seat(group, plain_us, plain_us, 0)
+                yield Seat(group, plain_us, plain_us, 0)
                 continue
             for chunk in self.config.chunks:
                 tokens = _rounded(sequences + chunk, math.floor)
                 if tokens <= sequences:
                     continue
                 mixed = self.price(tokens, sequences, self.length)
-                if self.fits(device, pool, mixed, policy):
+                if self.fits(device, pool, mixed):
                     group = GroupDraft(role, (device,), sequences, (sequences, tokens), 1, pool, self.length)
-                    yield _Seat(group, plain_us, mixed.total_us(device), tokens - sequences)
+                    yield Seat(group, plain_us, mixed.total_us(device), tokens - sequences)
 
     def _prompts(self, device: int) -> tuple[GroupDraft, float] | None:
         """A group and its prompt tokens per second; None: no group fits."""
@@ -482,7 +485,7 @@ class FluidModel:
             group = GroupDraft(Role.PROMPTS, (device,), sequences, sizes, 1, pool, self.load.prompt_tokens)
             option = group, 1e6 * tokens / price.total_us(device)
             is_late = self._first_ms(*option) > (self.load.ttft_ms or math.inf)
-            if (options and is_late) or not self.fits(device, pool, price, PREFILL_DECODE):
+            if (options and is_late) or not self.fits(device, pool, price):
                 break
             options.append(option)
         least = (1.0 - self.config.prompt_gain) * max((rate for _, rate in options), default=0.0)
@@ -492,7 +495,7 @@ class FluidModel:
         self,
         policy: str,
         prompts: Sequence[tuple[GroupDraft, float]],
-        chosen: Sequence[tuple[_Seat, tuple[int, ...]]],
+        chosen: Sequence[tuple[Seat, tuple[int, ...]]],
     ) -> ServiceDraft:
         reading = sum(rate for _, rate in prompts)
         held = sum(self.config.backlog * group.sizes[-1] for group, _ in prompts)
@@ -535,15 +538,15 @@ class FluidModel:
                 yield replace(draft, groups=groups, tokens_per_s=copies * draft.tokens_per_s)
 
     def _lanes(self, policy: str) -> Iterator[ServiceDraft]:
-        def draft(pace: _Pace) -> ServiceDraft | None:
-            times = (self._host_us if self.has_host else self._lane_us)(policy, pace.price, pace.group)
+        def draft(mix: StepMix) -> ServiceDraft | None:
+            times = (self._host_us if self.has_host else self._lane_us)(policy, mix.price, mix.group)
             step_us = min(times, default=None)
-            return None if step_us is None else self._timed(policy, pace, step_us)
+            return None if step_us is None else self._timed(policy, mix, step_us)
 
         num = len(self.used)
         # A host reads its weights again for every microbatch.
         for in_flight in (1, 2) if self.has_host else (num, num + 1, 2 * num) if num > 1 else ():
-            yield from self._paced(self.used, in_flight, (1,), draft)
+            yield from self._drafted(self.used, in_flight, (1,), draft)
 
     def _lane_us(self, policy: str, price: StepPrice, group: GroupDraft) -> Iterator[float]:
         model, num = self.model, len(self.used)
@@ -598,8 +601,8 @@ class FluidModel:
         link_us = outside * self.model.weights / sum(1.0 / x.fetch_us(1.0) for x in links if x is not None)
         for fetched in (1.0,) if policy == FETCH else np.linspace(0.0, 1.0, 9).tolist():
             host_share = outside * (1.0 - fetched)
-            card_us = (1.0 - host_share) * _together_us(price, cards)
-            host_us = host_share * _together_us(price, self.hosts)
+            card_us = (1.0 - host_share) * together_us(price, cards)
+            host_us = host_share * together_us(price, self.hosts)
             longer_us = max(card_us, host_us) / self.config.efficiency
             busy_us = card_us + host_us if in_flight == 1 else longer_us
             yield max(busy_us, fetched * link_us)
@@ -631,61 +634,6 @@ class FluidModel:
         return np.asarray(np.min(rows, axis=0)[:, list(self.used)])
 
 
-@dataclass(frozen=True, eq=False)
-class CapturedModel(FluidModel):
-    """Over captured steps: only roles and devices are chosen; memory is counted when a draft is made."""
-
-    # Microbatches on all devices.
-    microbatches: int = 1
-    sequences: int = 1
-    sizes: tuple[int, ...] = ()
-
-    def _group(self, role: Role, devices: tuple[int, ...], microbatches: int) -> GroupDraft:
-        return GroupDraft(role, devices, self.sequences, self.sizes, microbatches, 0, self.length)
-
-    @property
-    def _each(self) -> int:
-        return max(1, self.microbatches // len(self.used))
-
-    @property
-    def _mean_tokens(self) -> int:
-        """All sequences answer, and prompts come as often as answers end."""
-        tokens = self.sequences * (self.answers + self.load.prompt_tokens) / max(1, self.answers)
-        return round(min(tokens, self.sizes[-1]))
-
-    def _alone(self, device: int, policy: str) -> Iterator[ServiceDraft]:
-        pace = self._mean_pace((device,), self.microbatches if policy == SINGLE else self._each)
-        yield self._timed(policy, pace, pace.price.total_us(device))
-
-    def _mean_pace(self, devices: tuple[int, ...], microbatches: int) -> _Pace:
-        group, tokens = self._group(Role.MIXED, devices, microbatches), self._mean_tokens
-        chunk = group.sizes[-1] - self._answering(tokens)
-        requests = min(tokens / (self.answers + self.load.prompt_tokens), chunk / self.load.prompt_tokens)
-        price = self.price(tokens, self.sequences, self.length)
-        return _Pace(group, price, price, requests, math.ceil(self.load.prompt_tokens / max(1.0, chunk)))
-
-    def _seats(self, device: int, policy: str) -> Iterator[_Seat]:
-        plain, mixed = (
-            self.price(tokens, self.sequences, self.length).total_us(device)
-            for tokens in (self.sequences, self.sizes[-1])
-        )
-        role = Role.ANSWERS if policy == PREFILL_DECODE else Role.MIXED
-        chunk = self.sizes[-1] - self.sequences if role is Role.MIXED else 0
-        yield _Seat(self._group(role, (device,), self._each), plain, mixed, max(0, chunk))
-
-    def _prompts(self, device: int) -> tuple[GroupDraft, float]:
-        us = self.price(self.sizes[-1], self.sequences, self.load.prompt_tokens).total_us(device)
-        group = self._group(Role.PROMPTS, (device,), self.config.prompt_microbatches)
-        return group, self.sizes[-1] / us * 1e6
-
-    def _divided(self, policy: str) -> Iterator[ServiceDraft]:
-        if len(self.used) < 2:
-            return
-        least = 1 if self.has_host else self.config.least_microbatches
-        pace = self._mean_pace(self.used, max(least, self.microbatches))
-        yield self._timed(policy, pace, _together_us(pace.price, self.used) / self.config.efficiency)
-
-
 def _undominated(drafts: Sequence[ServiceDraft]) -> list[ServiceDraft]:
     """Without those that another one excels in rate and both times."""
     kept: list[ServiceDraft] = []
@@ -695,7 +643,7 @@ def _undominated(drafts: Sequence[ServiceDraft]) -> list[ServiceDraft]:
     return kept
 
 
-def _together_us(price: StepPrice, devices: Sequence[int]) -> float:
+def together_us(price: StepPrice, devices: Sequence[int]) -> float:
     return 1.0 / sum(1.0 / price.total_us(d) for d in devices)
 
 
@@ -713,10 +661,10 @@ def _filled_us(fixed: Floats, us: Floats, caps: Floats, busy: float) -> Iterator
     yield high / busy
 
 
-def _combinations(seats: Sequence[Sequence[_Seat]], may_drop: bool) -> Iterator[tuple[_Seat | None, ...]]:
+def _combinations(seats: Sequence[Sequence[Seat]], may_drop: bool) -> Iterator[tuple[Seat | None, ...]]:
     """A seat per kind: for each limit of plain step time, those with the most sequences within it."""
     limits = sorted({seat.plain_us for options in seats for seat in options})
-    seen: set[tuple[_Seat | None, ...]] = set()
+    seen: set[tuple[Seat | None, ...]] = set()
     for limit in limits:
         alike = []
         for options in seats:

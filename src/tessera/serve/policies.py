@@ -21,6 +21,7 @@ from tessera.errors import DeviceMemoryError, PlanInfeasible
 from tessera.execute.lower import homes_of
 from tessera.execute.memory import check_fits, footprints, ready_programs
 from tessera.plan import fluid, search_config
+from tessera.plan.captured import CapturedModel
 from tessera.plan.fluid import POLICIES as DRAFTED
 from tessera.plan.lanes import lane_plan, place
 from tessera.plan.service import plan_service
@@ -110,7 +111,7 @@ class ServicePlanner:
             raise (short or errors or [error])[-1] from error
 
     @cached_property
-    def _drafts(self) -> fluid.CapturedModel:
+    def _drafts(self) -> CapturedModel:
         shape = self.shape
 
         def price(tokens: int, sequences: int, length: int) -> fluid.StepPrice:
@@ -121,7 +122,7 @@ class ServicePlanner:
 
         has_pictures = any(graph.trace.step.kind == "encode" for graph in self.unit.graphs)
         config = fluid.FluidConfig(num_rehearsed=MAX_REHEARSED, num_drafts=MAX_DRAFTS)
-        return fluid.CapturedModel(
+        return CapturedModel(
             self.load, self.cluster, price, fluid.ModelBytes(0, 0.0), config, not has_pictures,
             is_strict=False, microbatches=shape.microbatches, sequences=shape.rows, sizes=shape.sizes,
         )  # fmt: skip

@@ -13,13 +13,11 @@ pytest.importorskip("transformers")
 pytest.importorskip("PIL")
 
 import seeing
-from own_code import reference
 from seeing import data_url, tokens_of
-from serving_factory import policies_of
 from tessera.serve.records import Ask, Sampling, ServeSpec
 from tessera.serve.service import Service
 from tessera.serve.steps import ServedModel, served
-from tessera.serve.text import MARK, ByteText, FolderText
+from tessera.serve.text import MARK, FolderText
 
 SPEC = ServeSpec(microbatches=2, rows=2, capacity=240, max_batch_tokens=24, random_weights=True, joined=False)
 NAMES = ("llava", "aya_vision")
@@ -54,16 +52,7 @@ def answered(made: ServedModel, asks: Sequence[Ask]) -> tuple[list[list[int]], i
     async def together(service: Service) -> list[list[int]]:
         return list(await asyncio.gather(*(tokens_of(service, ask) for ask in asks)))
 
-    with (
-        reference(made, num_threads=1) as stepper,
-        Service(
-            stepper,
-            policies_of(stepper, made.shape),
-            made.shape,
-            ByteText(),
-            picture_inputs=made.picture_inputs,
-        ) as service,
-    ):
+    with seeing.running(made) as service:
         return asyncio.run(together(service)), service.snapshot().preemptions
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("PIL")
 
 from own_code import reference
 from reference_stepper import ReferenceStepper
-from seeing import tokens_of
+from seeing import running, tokens_of
 from serving_factory import policies_of
 from tessera.capture.models.vision import grid_of, grid_places, rotary
 from tessera.execute.stepper import DeviceLost, Event, StepCall, StepDone
@@ -98,19 +98,8 @@ def own_positions(whole: Any, ids: list[int], starts: Sequence[int]) -> torch.Te
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
-    made = model()
-    with (
-        reference(made, num_threads=1) as stepper,
-        Service(
-            stepper,
-            policies_of(stepper, made.shape),
-            made.shape,
-            ByteText(),
-            model="tiny-qwen2.5-vl",
-            picture_inputs=made.picture_inputs,
-        ) as running,
-    ):
-        yield running
+    with running(model()) as service:
+        yield service
 
 
 @pytest.mark.parametrize("number", range(len(QUESTIONS)))
