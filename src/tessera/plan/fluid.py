@@ -257,7 +257,7 @@ class FluidModel:
         return tuple(dict.fromkeys(_rounded(size) for size in self._sizes(self.config.per_doubling)))
 
     @cached_property
-    def num_sequences(self) -> tuple[int, ...]:
+    def sequence_counts(self) -> tuple[int, ...]:
         sizes = self._sizes(2 * self.config.per_doubling)
         return tuple(dict.fromkeys((*self.config.few_sequences, *map(_even, sizes))))
 
@@ -349,7 +349,7 @@ class FluidModel:
         ]
         if self.answers:
             ways += [
-                (partial(self._reading, devices, microbatches, steps), _even, self.num_sequences)
+                (partial(self._reading, devices, microbatches, steps), _even, self.sequence_counts)
                 for steps in self.config.reading_steps
             ]
         for make, rounded, tried in ways:
@@ -450,12 +450,10 @@ class FluidModel:
     def _seats(self, device: int, policy: str) -> Iterator[Seat]:
         role = Role.ANSWERS if policy == PREFILL_DECODE else Role.MIXED
         least = self.config.least_tokens
-        usual = self.pool_tokens(least, self.length), self.price(least, least, self.length)
+        plain = self.price(least, least, self.length)
         # Few sequences vary more than a draft knows.
-        has_room = self.fits(device, *usual)
-        for sequences in self.num_sequences:
-            if has_room and sequences < least:
-                continue
+        fewest = least if self.fits(device, self.pool_tokens(least, self.length), plain) else 1
+        for sequences in (num for num in self.sequence_counts if num >= fewest):
             pool = self.pool_tokens(sequences, self.length)
             plain = self.price(sequences, sequences, self.length)
             if sequences > self.config.most_sequences or not self.fits(device, pool, plain):
