@@ -51,8 +51,6 @@ class FluidConfig:
     chunks: tuple[int, ...] = (16, 80, 144, 272, 528)
     # Prompts held by a prompts group per prompt of a step.
     backlog: float = 2.0
-    # Steps of a mixed group per step with prompt tokens.
-    every: tuple[int, ...] = (1, 2, 4)
     # Steps in which a somewhat longer prompt is read as soon as a sequence has ended.
     reading_steps: tuple[int, ...] = (1, 2, 4)
     longer: float = 1.1
@@ -229,7 +227,7 @@ class FluidModel:
     @property
     def least_bytes(self) -> float:
         """Memory of one device for the smallest service."""
-        mixes = [self._steady((0,), 1, 1, TILE)]
+        mixes = [self._steady((0,), 1, TILE)]
         mixes += [self._reading((0,), 1, steps, 1) for steps in self.config.reading_steps if self.answers]
         return min(self.needed(mix.group.pool_tokens, mix.price) for mix in mixes if mix is not None)
 
@@ -304,16 +302,13 @@ class FluidModel:
     def _by_policy(self) -> dict[str, list[ServiceDraft]]:
         return {}
 
-    def _mixed(
-        self, devices: tuple[int, ...], tokens: int, microbatches: int = 1, every: int = 1
-    ) -> GroupDraft:
-        """Steps have `tokens` on average, and prompt tokens in one of `every`."""
+    def _mixed(self, devices: tuple[int, ...], tokens: int, microbatches: int = 1) -> GroupDraft:
+        """Every step has prompt tokens."""
         answering = self._answering(tokens)
-        largest = tokens if every == 1 else _rounded(answering + every * (tokens - answering))
-        reading = self.config.other_steps * (largest - answering) / self.load.prompt_tokens
+        reading = self.config.other_steps * (tokens - answering) / self.load.prompt_tokens
         waiting = self.config.waiting + max(self.config.waiting_share * answering, reading)
         sequences = max(2, min(tokens, _even(answering + waiting)))
-        sizes = (sequences, largest) if largest > sequences else (largest,)
+        sizes = (sequences, tokens) if tokens > sequences else (tokens,)
         pool = self.pool_tokens(sequences * microbatches, self.length)
         return GroupDraft(Role.MIXED, devices, sequences, sizes, microbatches, pool, self.length)
 
@@ -332,21 +327,15 @@ class FluidModel:
                 return None
             return self._timed(policy, mix, mix.price.total_us(device))
 
-        yield from self._drafted((device,), 1, self.config.every, draft)
+        yield from self._drafted((device,), 1, draft)
 
     def _drafted(
-        self,
-        devices: tuple[int, ...],
-        microbatches: int,
-        every: Sequence[int],
-        draft: Callable[[StepMix], ServiceDraft | None],
+        self, devices: tuple[int, ...], microbatches: int, draft: Callable[[StepMix], ServiceDraft | None]
     ) -> Iterator[ServiceDraft]:
         """Drafts by tokens of a step, and by sequences: of sizes that are always tried, and of the largest
         that fits. `draft` returns None for what does not fit.
         """
-        ways: list[Way] = [
-            (partial(self._steady, devices, microbatches, each), _rounded, self.step_tokens) for each in every
-        ]
+        ways: list[Way] = [(partial(self._steady, devices, microbatches), _rounded, self.step_tokens)]
         if self.answers:
             ways += [
                 (partial(self._reading, devices, microbatches, steps), _even, self.sequence_counts)
@@ -364,15 +353,11 @@ class FluidModel:
             found = map(at, sorted({*tried, *sizes[:num][-1:]}))
             yield from (fitting for fitting in found if fitting is not None)
 
-    def _steady(self, devices: tuple[int, ...], microbatches: int, every: int, tokens: int) -> StepMix | None:
-        group = self._mixed(devices, tokens, microbatches, every)
-        per_step = tokens / (self.answers + self.load.prompt_tokens)
-        chunk = group.sizes[-1] - self._answering(tokens)
-        requests = min(per_step, chunk / every / self.load.prompt_tokens)
-        reading = max(1.0, 0.5 + self.load.prompt_tokens / chunk) * per_step
-        # A prompt is read at once, so steps are full only where several wait.
-        share = max(1.0 / every, 1.0 - math.exp(-reading)) if every > 1 else 1.0
-        return self._mix(group, requests, math.ceil(self.load.prompt_tokens / max(1.0, chunk)), share)
+    def _steady(self, devices: tuple[int, ...], microbatches: int, tokens: int) -> StepMix | None:
+        group = self._mixed(devices, tokens, microbatches)
+        requests = tokens / (self.answers + self.load.prompt_tokens)
+        chunk = tokens - self._answering(tokens)
+        return self._mix(group, requests, math.ceil(self.load.prompt_tokens / max(1.0, chunk)), 1.0)
 
     def _reading(
         self, devices: tuple[int, ...], microbatches: int, steps: int, sequences: int
@@ -544,7 +529,7 @@ class FluidModel:
         num = len(self.used)
         # A host reads its weights again for every microbatch.
         for in_flight in (1, 2) if self.has_host else (num, num + 1, 2 * num) if num > 1 else ():
-            yield from self._drafted(self.used, in_flight, (1,), draft)
+            yield from self._drafted(self.used, in_flight, draft)
 
     def _lane_us(self, policy: str, price: StepPrice, group: GroupDraft) -> Iterator[float]:
         model, num = self.model, len(self.used)
