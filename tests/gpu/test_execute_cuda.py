@@ -246,7 +246,7 @@ def test_a_dilated_step_takes_its_modelled_time() -> None:
     traces = [g.trace for g in unit().graphs]
     us = [[TARGETS_US[1]] * len(trace.launches) for trace in traces]
     graphs = DeviceGraphs(plan.cluster, 1, traces, weights(), 1, us=us)
-    graph = graphs.graph(0, graphs.add(lower(plan)[0])[-1])
+    graph = graphs.graph(0, graphs.add(lower(plan)[0], (0,))[-1])
     assert graph is not None
     times = []
     with torch.cuda.stream(graphs.buffers(0).origin):

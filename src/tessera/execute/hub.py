@@ -214,7 +214,8 @@ class Hub:
             homes = {program.home for lane in dropped for program in now.programs[lane]}
             self.order(device, messages.DropLanes(list(dropped), sorted(homes - now.homes - {-1})))
         if programs := now.programs[num_lanes:]:
-            self.order(device, messages.LoadLanes(programs, now.traces[num_steps:], now.us[num_steps:]))
+            steps = (now.traces[num_steps:], now.us[num_steps:])
+            self.order(device, messages.LoadLanes(programs, *steps, now.ranges[num_lanes:]))
 
     def relink(self, device: int, other: int) -> None:
         for one, two in ((device, other), (other, device)):

@@ -4,7 +4,8 @@ Rule: the lane furthest below its share of the open microbatches, counting the n
 Shares come from a plan's lane table (entry i is the lane of microbatch i), else from the lanes' rates.
 
 Lanes of all plans ever loaded are numbered consecutively, so that a microbatch can finish on a lane of a
-replaced plan; equal steps have one number.
+replaced plan; equal steps have one number. Groups of a service have microbatches of their own, so that a
+device holds what those of its groups need; other plans share all microbatches.
 
 A step may be queued behind the running one of its microbatch (`can_overlap`). Transfers land in the same
 places in every step, so before a device sends in the next step, the receiver must have used what it received
@@ -30,6 +31,8 @@ from tessera.kernels import BY_ROW, PAGE, is_paged
 
 Pair = tuple[int, int]
 ALL = 1 << 62
+# More microbatches than a plan can have.
+ANY = 1 << 20
 
 
 class LaneShares:
@@ -85,6 +88,8 @@ class LoadedLane:
     home: int | None = None
     # Each microbatch has its own.
     rows: PageBuffers = field(default_factory=dict)
+    # Microbatches that can be opened on it.
+    microbatches: range = range(ANY)
 
     @property
     def lane(self) -> Lane:
@@ -105,7 +110,8 @@ class LoadedLane:
 
 
 class Lanes:
-    def __init__(self, plans: Sequence[Plan]) -> None:
+    def __init__(self, plans: Sequence[Plan], microbatches: int = ANY) -> None:
+        self.microbatches = microbatches
         self.all: list[LoadedLane] = []
         self.graphs: list[Graph] = []
         self.costs: list[Costs | None] = []
@@ -124,13 +130,15 @@ class Lanes:
         self._old |= {lane.number: lane for lane in self.current}
         self._first = len(self.all)
         self._shares = [LaneShares(shares_of(plan.lanes, plan.lane_table)) for plan in plans]
-        for policy, plan in enumerate(plans):
+        ranges = ranges_of(plans, self.microbatches)
+        for policy, (plan, numbers) in enumerate(zip(plans, ranges, strict=True)):
             steps = self._number_steps(plan)
             home = self.homes[plan.home].number if plan.home else None
             for index in range(len(plan.lanes)):
                 devices = devices_of(plan, index)
                 rows = {} if home is None else _state_buffers(plan, plan.lanes[index])[1]
-                self.all.append(LoadedLane(len(self.all), plan, policy, index, devices, steps, home, rows))
+                lane = LoadedLane(len(self.all), plan, policy, index, devices, steps, home, rows, numbers)
+                self.all.append(lane)
         return self.current
 
     @property
@@ -199,6 +207,20 @@ class Lanes:
         if number >= self._first:
             lane = self.all[number]
             self._shares[lane.policy].give_back(lane.index)
+
+
+def ranges_of(plans: Sequence[Plan], most: int | None = None) -> list[range]:
+    """Of `most` microbatches, those that each plan can have. None: as many as the plans need."""
+    if most is None:
+        most = max(sum(p.microbatches for p in plans if p.home), *(p.microbatches for p in plans))
+    ranges: list[range] = []
+    first = 0
+    for plan in plans:
+        num = min(plan.microbatches, most) if plan.home else most
+        start = min(first, most - num)
+        ranges.append(range(start, start + num))
+        first += num if plan.home else 0
+    return ranges
 
 
 def devices_of(plan: Plan, index: int) -> frozenset[str]:

@@ -2,7 +2,7 @@
 
 The footprint is computed before anything is allocated, in multiples of `ALIGN`:
 
-    peak = weights + pages of homes + microbatches x the most that one microbatch needs
+    peak = weights + pages of homes + the most that each microbatch needs on a lane it can have
     one microbatch = its lane's own state + the peak of a program's other buffers, each counted until its
                      `Free`, + places of fetched weights
 
@@ -24,6 +24,7 @@ import torch
 
 from tessera import ir
 from tessera.errors import DeviceMemoryError, MismatchError, WorkerError, first_line
+from tessera.execute.lanes import ranges_of
 from tessera.execute.lower import check_programs, fetched_by, lower
 from tessera.execute.schedule import until_wait
 from tessera.ir import units
@@ -81,9 +82,10 @@ def ready_programs(plan: ir.Plan) -> tuple[tuple[ir.Program, ...], ...]:
 
 
 def footprints(
-    plans: Sequence[ir.Plan], programs: Sequence[Programs], microbatches: int | None = None
+    plans: Sequence[ir.Plan], programs: Sequence[Programs], ranges: Sequence[range] = ()
 ) -> tuple[Footprint, ...]:
-    microbatches = microbatches or max(plan.microbatches for plan in plans)
+    """`ranges`: microbatches that each plan can have; by default, as `Lanes` gives them."""
+    ranges = ranges or ranges_of(plans)
     by_device = []
     for index, device in enumerate(plans[0].cluster.devices):
         weights = {
@@ -94,12 +96,14 @@ def footprints(
             [_lane_bytes(plan, lane, index, pages) for lane in lanes]
             for plan, lanes in zip(plans, programs, strict=True)
         ]
+        held: dict[int, int] = {}
+        for numbers, lanes in zip(ranges, each, strict=True):
+            held |= {number: max(held.get(number, 0), *lanes) for number in numbers}
+        if len(plans) == 1 and (table := plans[0].lane_table):  # any microbatch may use the largest lane
+            held = {number: each[0][table[number % len(table)]] for number in held}
         most = max(max(lanes) for lanes in each)
-        table = plans[0].lane_table
-        held = microbatches * most
-        if len(plans) == 1 and table:  # any microbatch may use the largest lane
-            held = sum(each[0][table[microbatch % len(table)]] for microbatch in range(microbatches))
-        sizes = (sum(weights.values()), most, microbatches, held, sum(pages.values()))
+        num = sum(size > 0 for size in held.values())
+        sizes = (sum(weights.values()), most, num, sum(held.values()), sum(pages.values()))
         by_device.append(Footprint(device.name, *sizes))
     return tuple(by_device)
 

@@ -15,9 +15,8 @@ requests wait as long as a lost device is retried; else all fail with one messag
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
 from typing import Generic, Protocol, TypeVar
 
 from tessera.execute.admission import PATIENCE, FairQueue, StepCost, Turns, costs_of
@@ -228,13 +227,16 @@ class Scheduler(Generic[R]):
         self._open(lane, request)
         return True
 
+    def _free_numbers(self, lane: LoadedLane) -> Iterator[int]:
+        return (number for number in lane.microbatches if number not in self.microbatches)
+
     def _wake_up(self, microbatch: Microbatch[R]) -> None:
         if microbatch.is_idle:
             microbatch.is_idle = False
             self._ready.append(microbatch)
 
     def _open(self, lane: LoadedLane, request: R | None = None) -> Microbatch[R]:
-        number = next(number for number in count() if number not in self.microbatches)
+        number = next(self._free_numbers(lane))
         costs = self._costs_of(lane)
         lost = self.stepper.lanes.lost
         without = frozenset(lost) if lost else frozenset()

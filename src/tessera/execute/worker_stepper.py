@@ -14,7 +14,7 @@ from typing import Any
 from tessera.errors import MismatchError, TesseraError, WorkerError
 from tessera.execute import messages, stepper
 from tessera.execute.hub import Hub, LostWorker, Wake
-from tessera.execute.lanes import Lanes, LoadedLane
+from tessera.execute.lanes import Lanes, LoadedLane, ranges_of
 from tessera.execute.lower import describe
 from tessera.execute.mailbox import Hangup
 from tessera.execute.memory import Footprint, Programs, check_fits, footprints, ready_programs
@@ -65,8 +65,8 @@ class WorkerStepper(Runs):
         scale: float = 1.0,
         is_profiled: bool = False,
     ) -> None:
-        self.plans, loaded = tuple(plans), Lanes(plans)
         self.microbatches = microbatches or max(plan.microbatches for plan in plans)
+        self.plans, loaded = tuple(plans), Lanes(plans, self.microbatches)
         self._lowered = {id(plan): ready_programs(plan) for plan in plans}
         self.footprints = self._check_memory(plans)
         lanes = _numbered(loaded.all, self._lowered)
@@ -103,8 +103,8 @@ class WorkerStepper(Runs):
         replaced = {id(plan): plan for plan in (*self.lanes.replaced, *self.plans)}
         self._lowered = {key: self._lowered[key] for key in replaced}
         self._lowered |= {id(plan): ready_programs(plan) for plan in plans if id(plan) not in replaced}
-        together = {id(plan): plan for plan in (*plans, *(x.lane.plan for x in self.opened.values()))}
-        needed = self._check_memory(list(together.values()))
+        old = {id(x.lane.plan): x.lane for x in self.opened.values()}
+        needed = self._check_memory(plans, [lane for key, lane in old.items() if key not in map(id, plans)])
         num_steps = len(self.lanes.graphs)
         new = self.lanes.load(plans)
         lanes = _numbered(new, self._lowered)
@@ -112,11 +112,14 @@ class WorkerStepper(Runs):
         self.plans, self.footprints = tuple(plans), needed
         traces = tuple(graph.trace for graph in self.lanes.graphs[num_steps:])
         us = [messages.modelled_us(self.lanes, device, num_steps) for device in range(len(self._names))]
-        self._drop_lanes([messages.LoadLanes(tuple(map(tuple, lanes)), traces, rows) for rows in us])
+        programs, ranges = tuple(map(tuple, lanes)), messages.lane_ranges(new)
+        self._drop_lanes([messages.LoadLanes(programs, traces, rows, ranges) for rows in us])
 
-    def _check_memory(self, plans: Sequence[Plan]) -> tuple[Footprint, ...]:
-        needed = footprints(plans, [self._lowered[id(plan)] for plan in plans], self.microbatches)
-        check_fits(plans, needed)
+    def _check_memory(self, plans: Sequence[Plan], old: Sequence[LoadedLane] = ()) -> tuple[Footprint, ...]:
+        every = [*plans, *(lane.plan for lane in old)]
+        ranges = [*ranges_of(plans, self.microbatches), *(lane.microbatches for lane in old)]
+        needed = footprints(every, [self._lowered[id(plan)] for plan in every], ranges)
+        check_fits(every, needed)
         return needed
 
     def _check_weights(self, plans: Sequence[Plan]) -> None:

@@ -214,15 +214,13 @@ class FluidModel:
         held = sequences * self.model.held(length + PAGE) * margin + reading
         return _pages(max(held, longest)) * PAGE + PAGE
 
-    def fits(self, device: int, pool_tokens: int, price: StepPrice, is_alone: bool = False) -> bool:
-        # A worker has room for the microbatches of all devices.
-        num = 1 if is_alone else len(self.used)
-        return self.needed(pool_tokens, price, num) <= self.cluster.devices[device].memory_bytes
+    def fits(self, device: int, pool_tokens: int, price: StepPrice) -> bool:
+        return self.needed(pool_tokens, price) <= self.cluster.devices[device].memory_bytes
 
-    def needed(self, pool_tokens: int, price: StepPrice, microbatches: int = 1) -> float:
-        """Memory of a device that holds the model."""
+    def needed(self, pool_tokens: int, price: StepPrice) -> float:
+        """Memory of a device that holds the model, for one microbatch."""
         held = self.model.weights + pool_tokens * self.model.token
-        return max(held / self.config.memory_share, held + microbatches * price.temporary_bytes)
+        return max(held / self.config.memory_share, held + price.temporary_bytes)
 
     @property
     def least_bytes(self) -> float:
@@ -323,7 +321,7 @@ class FluidModel:
 
     def _alone(self, device: int, policy: str) -> Iterator[ServiceDraft]:
         def draft(mix: StepMix) -> ServiceDraft | None:
-            if not self.fits(device, mix.group.pool_tokens, mix.price, policy == SINGLE):
+            if not self.fits(device, mix.group.pool_tokens, mix.price):
                 return None
             return self._timed(policy, mix, mix.price.total_us(device))
 

@@ -65,8 +65,7 @@ class Engine(Watcher[ActiveRequest]):
             self.post(self.scheduler.awake_waiting)
 
         batches = BatchConfig(self.settle, self.meters, picture_inputs, prefix_caching, is_filled, on_masks)
-        depth = getattr(stepper, "microbatches", None)
-        config = SchedulerConfig(max_waiting, depth, max_retries=MAX_RETRIES)
+        config = SchedulerConfig(max_waiting, max_retries=MAX_RETRIES)
         self.scheduler = Router(stepper, policies, shape, batches, config, self)
         # Two: a lost device is planned for while an obsolete correction still runs.
         self._background = ThreadPoolExecutor(2, "tessera-replan")

@@ -252,8 +252,7 @@ def _kernels(graph: ir.Graph) -> list[str]:
 
 def check_groups(groups: Sequence[ir.Group]) -> None:
     plans = list({id(group.plan): group.plan for group in groups}.values())
-    num = sum(group.microbatches for group in groups)
-    check_fits(plans, footprints(plans, [ready_programs(plan) for plan in plans], num))
+    check_fits(plans, footprints(plans, [ready_programs(plan) for plan in plans]))
 
 
 def _merit(plan: ir.ServicePlan) -> tuple[bool, float]:

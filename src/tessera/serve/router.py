@@ -209,8 +209,7 @@ class Router(Scheduler[ActiveRequest]):
         evenly. `is_pull`: only microbatches that read no prompt.
         """
         opened = self.open_of(group)
-        most = self._config.depth
-        has_number = most is None or len(self.microbatches) < most
+        has_number = next(self._free_numbers(group.lane), None) is not None
         can_open = has_number and len(opened) < group.group.microbatches
         is_divided = len(group.lane.devices) > 1
         if is_divided and can_open and all(m.content.num_used for m in opened):

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -233,8 +234,8 @@ def test_a_place_is_not_overwritten_before_its_launch_has_run_nor_read_before_it
         graphs._open_buffers(0), origin=origin, compute={False: compute, True: compute},
         sends={1: Clocked()}, fetching=fetch,
     )  # fmt: skip
-    graphs._buffers.append(room)
-    graphs.add(lower(made)[0])
+    graphs.buffers[0] = room
+    graphs.add(lower(made)[0], (0,))
     monkeypatch.setattr(driver, "fetch", copy)
     monkeypatch.setattr(torch.cuda, "Event", Clocked.Event)
     monkeypatch.setattr(Launcher, "run", run)
@@ -420,9 +421,9 @@ def test_a_released_graph_reads_zeros_in_place_of_what_has_not_arrived(
     found: list[DeviceGraphs] = []
     plain = DeviceGraphs.add
 
-    def add(self: DeviceGraphs, programs: Sequence[Program], is_dropped: bool = False) -> list[int]:
+    def add(self: DeviceGraphs, programs: Sequence[Program], *more: Any) -> list[int]:
         found.append(self)
-        return plain(self, programs, is_dropped)
+        return plain(self, programs, *more)
 
     monkeypatch.setattr(DeviceGraphs, "add", add)
     with opened("attention-ffn", transport=name) as stepper:

@@ -15,7 +15,7 @@ import engine_factory
 import home_factory as made
 from reference_stepper import ReferenceStepper
 from tessera.errors import MismatchError, TesseraError
-from tessera.execute.lanes import Lanes
+from tessera.execute.lanes import Lanes, ranges_of
 from tessera.execute.memory import footprints, ready_programs
 from tessera.execute.reference import InOrder
 from tessera.execute.stepper import DeviceBack, Moved, PageMove, StepCall, StepDone, Stepper
@@ -83,6 +83,15 @@ def test_equal_steps_are_numbered_once_and_homes_by_name() -> None:
     ]
 
 
+def test_groups_of_a_service_have_microbatches_of_their_own() -> None:
+    """Plans without a home share all; where there are too few, the last plans share some."""
+    two, three = (replace(plan, microbatches=num) for plan, num in zip(plans(), (2, 3), strict=False))
+
+    assert [range(2), range(2, 5)] == [lane.microbatches for lane in Lanes([two, three], 6).all]
+    assert [range(2), range(1, 4)] == [lane.microbatches for lane in Lanes([two, three], 4).all]
+    assert [range(4), range(2)] == ranges_of([replace(three, home=""), two], 4)
+
+
 def test_a_home_on_other_devices_or_of_another_size_is_refused() -> None:
     """Nothing is loaded."""
     found = Lanes(plans())
@@ -122,12 +131,13 @@ def test_microbatches_of_a_home_see_one_anothers_pages(stepper: Stepper) -> None
 
 def test_pages_are_counted_once_however_many_microbatches_share_them() -> None:
     """Pages once per home, what is a microbatch's own for each."""
-    found = [footprints([p], [ready_programs(p)], num)[0] for p in plans()[:1] for num in (1, 4)]
+    sized = [replace(plans()[0], microbatches=num) for num in (1, 4)]
+    found = [footprints([p], [ready_programs(p)])[0] for p in sized]
     pages = len(made.NAMES) * made.PAGES * made.PAGE_BYTES
 
     assert [pages, pages] == [x.home_bytes for x in found]
     assert found[1].peak_bytes - found[0].peak_bytes == 3 * found[0].microbatch_bytes
-    both = footprints(plans(), [ready_programs(p) for p in plans()], 4)
+    both = footprints(plans(), [ready_programs(p) for p in plans()])
     assert [pages + pages // 2] * 2 == [x.home_bytes for x in both]
 
 

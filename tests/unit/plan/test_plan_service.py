@@ -426,21 +426,20 @@ def test_few_sequences_answer_in_nearly_all_steps(policy: str) -> None:
     assert num < 32
 
 
-def test_each_device_has_room_for_the_microbatches_of_all() -> None:
+def test_each_device_has_room_for_its_own_microbatches_alone() -> None:
     """As its worker has, so that a plan with large steps on several devices can be served."""
     found = fluid("emu:h20,emu:l40s", Load(1024, 64))
 
     def large(tokens: int, sequences: int, length: int) -> StepPrice:
         return replace(found.price(tokens, sequences, length), temporary_bytes=tokens << 24)
 
-    for draft in replace(found, price=large).drafts("data-parallel"):
-        for group in draft.groups:
-            memory = found.cluster.devices[group.devices[0]].memory_bytes
-            held = WEIGHTS + group.pool_tokens * found.model.token
-            num = len(draft.groups)
-            assert (
-                held + num * large(group.sizes[-1], group.sequences, group.length).temporary_bytes <= memory
-            )
+    times = []
+    drafts = replace(found, price=large).drafts("data-parallel")
+    for group in (group for draft in drafts for group in draft.groups):
+        held = WEIGHTS + group.pool_tokens * found.model.token
+        room = found.cluster.devices[group.devices[0]].memory_bytes - held
+        times.append(room / large(group.sizes[-1], group.sequences, group.length).temporary_bytes)
+    assert 1 <= min(times) < 2
 
 
 @pytest.mark.parametrize("lengths", [(64, 32), (2048, 64), (16, 1)])

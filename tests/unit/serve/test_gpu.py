@@ -18,6 +18,7 @@ from steps_factory import Local, working
 from tessera.cli.serve_options import ServeConfig
 from tessera.cli.start import started
 from tessera.errors import TesseraError
+from tessera.execute.cuda.graphs import DeviceGraphs
 from tessera.execute.cuda.share import ShareGraph
 from tessera.execute.cuda.worker import CudaWorker
 from tessera.execute.runs import Runs
@@ -99,6 +100,28 @@ def test_a_service_on_dilated_devices_answers_as_the_model_does(transport: str) 
         for policy in POLICIES[PAIR]:
             assert wanted() == [told.what for told in answers(local, policy)]
         assert any(local.stepper.use().moved.values())
+
+
+def test_a_gpu_holds_memory_for_the_microbatches_of_its_own_groups_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many other devices there are."""
+    found: dict[int, DeviceGraphs] = {}
+    plain = DeviceGraphs.add
+
+    def add(self: DeviceGraphs, *lane: Any) -> list[int]:
+        found[self.device.number] = self
+        return plain(self, *lane)
+
+    monkeypatch.setattr(DeviceGraphs, "add", add)
+    spec = ServeSpec(**SIZES, load=Load(8, 3), policies=("data-parallel",), effort="quick")
+    with working(planning.prepare("tiny-llama", make_devices(PAIR), spec, is_compiled=False)) as local:
+        answers(local, "data-parallel")
+
+        assert {0: [0], 1: [1]} == {device: sorted(graphs.buffers) for device, graphs in found.items()}
+        assert {0: {0}, 1: {1}} == {
+            device: {number for number, *_ in graphs.state.by_microbatch} for device, graphs in found.items()
+        }
 
 
 @pytest.mark.parametrize(("text", "policy"), [("cuda:0", "single"), (PAIR, CROSSING)])

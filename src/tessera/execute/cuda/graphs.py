@@ -71,7 +71,9 @@ class DeviceGraphs:
         # Contents of a program -> first such program; program -> the one whose graph it shares.
         self._numbers: dict[object, int] = {}
         self._shared: list[int] = []
-        self._buffers: list[MicrobatchBuffers] = []
+        # By program; those that its lane can have.
+        self._microbatches: list[Sequence[int]] = []
+        self.buffers: dict[int, MicrobatchBuffers] = {}
         # Positions of the graphs: 1 + the receive it waits at, 2 + the receive it passed.
         self.marks = driver.pinned((num_microbatches,), torch.int32)
         self._graphs: dict[tuple[int, int], ShareGraph] = {}
@@ -86,28 +88,33 @@ class DeviceGraphs:
             self._us.append(us[step] if us else ())
             self.launchers.append(Launcher(trace, self.device.card))
 
-    def add(self, programs: Sequence[Program], is_dropped: bool = False) -> list[int]:
-        """Allocates for the programs of a lane; returns their numbers, which the transport shares.
+    def add(
+        self, programs: Sequence[Program], microbatches: Sequence[int], is_dropped: bool = False
+    ) -> list[int]:
+        """Allocates for the programs of a lane and the microbatches that it can have; returns the programs'
+        numbers, which the transport shares.
 
         `is_dropped`: only its places in the transport are kept.
         """
         first = len(self._programs)
         if is_dropped:
             self._dropped |= set(range(first, first + len(programs)))
-        else:
-            self._check_memory(programs)
+        if is_dropped or not any(map(self._is_here, programs)):
+            microbatches = ()
+        self._check_memory(programs, microbatches)
         self._programs += programs
+        self._microbatches += [microbatches] * len(programs)
         for number, program in enumerate(programs, first):
             step = (program.step, program.home, program.instructions, program.weights)
             key = (step, program.homes, program.outputs)
             self._shared.append(number if program.transfers else self._numbers.setdefault(key, number))
         if self.transport is not None:
             self.transport.add(programs, self.traces)
-        while len(self._buffers) < self.num_microbatches:
-            self._buffers.append(self._open_buffers(len(self._buffers)))
-        for room in self._buffers if not is_dropped else ():
+        for microbatch in microbatches:
+            if microbatch not in self.buffers:
+                self.buffers[microbatch] = self._open_buffers(microbatch)
             for program in programs:
-                self._allocate_for(room, program)
+                self._allocate_for(self.buffers[microbatch], program)
         self.device.synchronize()  # graphs' streams do not wait for the zeros
         self._list_missing()
         return list(range(first, len(self._programs)))
@@ -117,7 +124,7 @@ class DeviceGraphs:
         live = self._live()
         graphs, steps = {self._shared[n] for n in live}, {self._programs[n].step for n in live}
         self._graphs = {key: graph for key, graph in self._graphs.items() if key[1] in graphs}
-        for room in self._buffers:
+        for room in self.buffers.values():
             room.arenas = {step: arena for step, arena in room.arenas.items() if step in steps}
         for home in homes:
             self.state.homes.pop(home, None)
@@ -133,14 +140,11 @@ class DeviceGraphs:
     def _live(self) -> list[int]:
         return [number for number in range(len(self._programs)) if number not in self._dropped]
 
-    def buffers(self, microbatch: int) -> MicrobatchBuffers:
-        return self._buffers[microbatch]
-
     def graph(self, microbatch: int, number: int) -> ShareGraph | None:
         """None if this device has no share."""
         key = (microbatch, self._shared[number])
         if key not in self._graphs and self._has_share(self._programs[number]):
-            self._graphs[key] = self._capture(self._buffers[microbatch], number)
+            self._graphs[key] = self._capture(self.buffers[microbatch], number)
         return self._graphs.get(key)
 
     def capture_next(self) -> bool:
@@ -167,9 +171,10 @@ class DeviceGraphs:
         ranked = sorted(shares, key=rank)
         self._missing = deque(
             (microbatch, number)
-            for microbatch in range(self.num_microbatches)
+            for microbatch in sorted({m for number in shares for m in self._microbatches[number]})
             for number in ranked
-            if (microbatch, self._shared[number]) not in self._graphs
+            if microbatch in self._microbatches[number]
+            and (microbatch, self._shared[number]) not in self._graphs
         )
 
     def _size(self, number: int) -> int:
@@ -187,7 +192,7 @@ class DeviceGraphs:
         self._list_missing()
 
     def close(self) -> None:
-        self._graphs, self._buffers, self._resident, self._weights, self._locked = {}, [], {}, {}, {}
+        self._graphs, self.buffers, self._resident, self._weights, self._locked = {}, {}, {}, {}, {}
         self.state = DeviceState(self.device.number, self.device.card)
         if self.transport is not None:
             self.transport.close()
@@ -198,6 +203,9 @@ class DeviceGraphs:
     def _has_share(self, program: Program) -> bool:
         number = self.device.number
         return bool(program.instructions[number]) or any(at == number for _, at in program.outputs)
+
+    def _is_here(self, program: Program) -> bool:
+        return self._has_share(program) or bool(self._state_buffers(program))
 
     def _capture(self, room: MicrobatchBuffers, number: int) -> ShareGraph:
         program = self._programs[number]
@@ -268,9 +276,9 @@ class DeviceGraphs:
         return (step, index) if buffer.constant_hex else buffer.name
 
     def _open_buffers(self, number: int) -> MicrobatchBuffers:
-        device, (least, greatest) = self.device, self.device.priorities
+        place, device, (least, greatest) = len(self.buffers), self.device, self.device.priorities
         compute = {
-            is_short: device.compute_stream(priority(number, is_short, least, greatest))
+            is_short: device.compute_stream(priority(place, is_short, least, greatest))
             for is_short in (False, True)
         }
         sends = {
@@ -296,7 +304,7 @@ class DeviceGraphs:
         zeros = torch.zeros(total, dtype=torch.uint8, device=self.device.card)
         room.arenas[program.step] = InputArena(zeros, places)
 
-    def _check_memory(self, new: Sequence[Program]) -> None:
+    def _check_memory(self, new: Sequence[Program], microbatches: Sequence[int]) -> None:
         number, card = self.device.number, self.device.card
         weights: dict[str, int] = {}
         pages: dict[tuple[int, str], int] = {}
@@ -305,7 +313,7 @@ class DeviceGraphs:
         for program in new:
             buffers = self.traces[program.step].buffers
             slots = slot_bytes(self.traces[program.step], program, number)
-            sizes[slots] = SLOTS * sum(slots)
+            sizes[(slots,)] = SLOTS * sum(slots)
             for weight in (buffers[b] for b in program.weights[number]):
                 held = self._weights.get(weight.name)
                 if weight.name not in self._resident and (held is None or held.device != card):
@@ -315,11 +323,15 @@ class DeviceGraphs:
                     sizes[state.name, state.size_bytes] = state.size_bytes
                 elif state.name not in self.state.homes.get(program.home, {}):
                     pages[program.home, state.name] = state.size_bytes
-        allocated = {key[1:] for key in self.state.by_microbatch} | {slots for _, slots in self.state.rings}
+        allocated = {*self.state.by_microbatch, *self.state.rings}
+        each = [
+            sum(n for key, n in sizes.items() if (microbatch, *key) not in allocated)
+            for microbatch in microbatches
+        ]
         inbox = self.transport.new_bytes(new, self.traces) if self.transport is not None else 0
-        each = sum(n for key, n in sizes.items() if key not in allocated) + inbox // self.num_microbatches
-        size, num = sum(weights.values()), self.num_microbatches
-        footprint = Footprint(self.device.record.name, size, each, num, num * each, sum(pages.values()))
+        most, total = max(each, default=0) + inbox // self.num_microbatches, sum(each) + inbox
+        sizes_here = (sum(weights.values()), most, len(each), total, sum(pages.values()))
+        footprint = Footprint(self.device.record.name, *sizes_here)
         check_memory(footprint, torch.cuda.mem_get_info(card)[0], " that are free")
 
 
@@ -331,8 +343,8 @@ def refuse_generators(trace: Trace) -> None:
         raise WorkerError(message, "Draw them outside of the step and pass them in as an input.")
 
 
-def priority(microbatch: int, is_short: bool, least: int, greatest: int) -> int:
-    """Short steps first, then by microbatch.
+def priority(place: int, is_short: bool, least: int, greatest: int) -> int:
+    """Short steps first, then by the microbatch's place among those on this device.
 
     With equal priorities all microbatches advance in step, and the devices of a pipeline take turns instead
     of overlapping.
@@ -340,5 +352,5 @@ def priority(microbatch: int, is_short: bool, least: int, greatest: int) -> int:
     levels = least - greatest + 1
     short = levels // 2
     if is_short and short:
-        return greatest + min(microbatch, short - 1)
-    return greatest + min(short + microbatch, levels - 1)
+        return greatest + min(place, short - 1)
+    return greatest + min(short + place, levels - 1)

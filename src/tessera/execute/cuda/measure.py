@@ -55,7 +55,7 @@ class UnitOnDevice:
         self.unit, self.device = unit, device
         traces = [g.trace for g in unit.graphs]
         self._graphs = DeviceGraphs(cluster, device, traces, weights, 1, is_profiled=is_profiled)
-        self._numbers = self._graphs.add(lower(whole_plan(unit, cluster, device))[0])
+        self._numbers = self._graphs.add(lower(whole_plan(unit, cluster, device))[0], (0,))
 
     def __enter__(self) -> "UnitOnDevice":
         while self._graphs.capture_next():
@@ -71,7 +71,7 @@ class UnitOnDevice:
 
     @property
     def stream(self) -> torch.cuda.Stream:
-        stream: torch.cuda.Stream = self._graphs.buffers(0).origin
+        stream: torch.cuda.Stream = self._graphs.buffers[0].origin
         return stream
 
     def graph(self, step: int) -> ShareGraph:
@@ -80,7 +80,7 @@ class UnitOnDevice:
         return graph
 
     def run(self, request: Request) -> list[dict[str, torch.Tensor]]:
-        room, outputs = self._graphs.buffers(0), list[dict[str, torch.Tensor]]()
+        room, outputs = self._graphs.buffers[0], list[dict[str, torch.Tensor]]()
         state = {name: storage for (_, name, _), storage in self._graphs.state.by_microbatch.items()}
         with torch.no_grad(), torch.cuda.stream(self.stream):
             for name, tensor in request.state().items():

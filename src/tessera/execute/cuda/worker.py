@@ -88,7 +88,7 @@ class CudaWorker(DeviceWorker):
         self._last: _Running | None = None
         # (microbatch, step of inputs or name of state) -> pinned memory, with the event after its last copy.
         self._staged: dict[tuple[int, int | str], deque[tuple[torch.Tensor, Any]]] = {}
-        self._load(messages.LoadLanes(setup.programs, setup.traces, setup.us))
+        self._load(messages.LoadLanes(setup.programs, setup.traces, setup.us, setup.ranges))
         for _ in range(START_GRAPHS):
             self._graphs.capture_next()
 
@@ -110,8 +110,9 @@ class CudaWorker(DeviceWorker):
 
     def _load(self, new: messages.LoadLanes) -> None:
         self._graphs.add_steps(new.traces, new.us)
-        for lane, programs in enumerate(new.programs, len(self._programs)):
-            self._numbers.append(self._graphs.add(programs, lane in self._setup.dropped))
+        first = len(self._programs)
+        for lane, (programs, ends) in enumerate(zip(new.programs, new.ranges, strict=True), first):
+            self._numbers.append(self._graphs.add(programs, range(*ends), lane in self._setup.dropped))
         self._programs += new.programs
         self._graphs.keep_weights()
 
@@ -132,7 +133,7 @@ class CudaWorker(DeviceWorker):
 
     def _begin(self, order: messages.Begin) -> None:
         program, number = self._programs[order.lane][order.index], self._numbers[order.lane][order.index]
-        room = self._graphs.buffers(order.microbatch)
+        room = self._graphs.buffers[order.microbatch]
         self._ordered[order.microbatch] = order.run, number
         try:
             graph = self._graphs.graph(order.microbatch, number)
@@ -158,7 +159,7 @@ class CudaWorker(DeviceWorker):
     def _give(self, late: messages.LateInputs) -> None:
         running = self._running.get(late.run)
         if running is not None:
-            room = self._graphs.buffers(running.order.microbatch)
+            room = self._graphs.buffers[running.order.microbatch]
             with torch.no_grad(), torch.cuda.stream(room.origin):
                 self._take_in(room, running.program, late.inputs, {})
                 self._finish(room, running)
@@ -298,8 +299,9 @@ class CudaWorker(DeviceWorker):
             time.sleep(1e-3)
 
     def _clear(self, microbatch: int, lane: int) -> None:
-        with torch.cuda.stream(self._graphs.buffers(microbatch).origin):
-            super()._clear(microbatch, lane)
+        if microbatch in self._graphs.buffers:  # else the lane has nothing here
+            with torch.cuda.stream(self._graphs.buffers[microbatch].origin):
+                super()._clear(microbatch, lane)
 
 
 class GpuCopier(PageCopier):
