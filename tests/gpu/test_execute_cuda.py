@@ -25,6 +25,7 @@ from tessera.execute.cuda.direct import MPS_PIPE, MPS_SHARE
 from tessera.execute.cuda.graphs import DeviceGraphs
 from tessera.execute.cuda.measure import measure, whole_plan
 from tessera.execute.lower import lower
+from tessera.execute.messages import Setup
 from tessera.execute.offline import RunResult, run_offline
 from tessera.execute.processes import FORKSERVER
 from tessera.execute.reference import InOrder
@@ -245,11 +246,12 @@ def test_a_dilated_step_takes_its_modelled_time() -> None:
     plan = apart([1])
     traces = [g.trace for g in unit().graphs]
     us = [[TARGETS_US[1]] * len(trace.launches) for trace in traces]
-    graphs = DeviceGraphs(plan.cluster, 1, traces, weights(), 1, us=us)
+    graphs = DeviceGraphs(Setup(1, plan.cluster, (), (), 1, weights=weights()))
+    graphs.add_steps(traces, us)
     graph = graphs.graph(0, graphs.add(lower(plan)[0], (0,))[-1])
     assert graph is not None
     times = []
-    with torch.cuda.stream(graphs.buffers(0).origin):
+    with torch.cuda.stream(graphs.buffers[0].origin):
         for _ in range(9):
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()

@@ -161,7 +161,8 @@ def test_weights_that_are_not_aligned_are_fetched_from_a_copy() -> None:
     given = torch.empty(0, dtype=weights[name].dtype).set_(memory).view(weights[name].shape)
     given.copy_(weights[name])
     trace = made.graphs[0].trace
-    graphs = DeviceGraphs(made.cluster, 0, [g.trace for g in made.graphs], weights | {name: given}, 1)
+    graphs = DeviceGraphs(messages.Setup(0, made.cluster, (), (), 1, weights=weights | {name: given}))
+    graphs.add_steps([g.trace for g in made.graphs])
     index = next(n for n, buffer in enumerate(trace.buffers) if buffer.name == name)
     found = graphs._pinned(0, index)
 
@@ -228,7 +229,8 @@ def test_a_place_is_not_overwritten_before_its_launch_has_run_nor_read_before_it
             ("run", clock, compute.cuda_stream, p.data_ptr()) for p in memory.slots.get(launch, {}).values()
         )
 
-    graphs = DeviceGraphs(made.cluster, 0, [g.trace for g in made.graphs], workloads()[0].weights(), 1)
+    graphs = DeviceGraphs(messages.Setup(0, made.cluster, (), (), 1, weights=workloads()[0].weights()))
+    graphs.add_steps([g.trace for g in made.graphs])
     origin, compute, fetch = Clocked(), Clocked(), Clocked()
     room = replace(
         graphs._open_buffers(0), origin=origin, compute={False: compute, True: compute},

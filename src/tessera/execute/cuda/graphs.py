@@ -29,44 +29,31 @@ from tessera.execute.memory import (
     slot_bytes,
     storage_of,
 )
-from tessera.ir import SLOTS, BufferKind, Cluster, Program, Trace
+from tessera.execute.messages import Setup
+from tessera.ir import SLOTS, BufferKind, Program, Trace
 
 Tensors = Mapping[str, torch.Tensor]
 
 
 class DeviceGraphs:
     def __init__(
-        self,
-        cluster: Cluster,
-        number: int,
-        traces: Sequence[Trace],
-        weights: Tensors,
-        num_microbatches: int,
-        *,
-        us: Sequence[Sequence[float]] = (),
-        scale: float = 1.0,
-        is_profiled: bool = False,
-        transport: Callable[[int], GpuTransport | None] = lambda ordinal: None,
+        self, setup: Setup, transport: Callable[[int], GpuTransport | None] = lambda ordinal: None
     ) -> None:
-        """`us[step][launch]`: modelled time here. `scale`: see `pace`. `is_profiled`: stamp every launch and
-        send, a few microseconds each.
-        """
-        self.device = GpuDevice(cluster.devices, number)
-        self.cluster, self.num_microbatches, self._weights = cluster, num_microbatches, weights
-        self.state = DeviceState(number, self.device.card)
+        """Steps and lanes are added."""
+        self.device = GpuDevice(setup.cluster.devices, setup.device)
+        self.cluster, self._num_microbatches = setup.cluster, setup.microbatches
+        self._weights: Tensors = setup.weights
+        self.state = DeviceState(setup.device, self.device.card)
         self.traces = self.state.traces
         self._us: list[Sequence[float]] = []
         self.launchers: list[Launcher] = []
-        self.add_steps(traces, us)
         self._resident: dict[object, Storage] = {}
         # By address: given, and page-locked.
         self._locked: dict[int, tuple[Storage, Storage]] = {}
         card = self.device.card
         self.transport = transport(self.device.ordinal)
         keeps_links = self.transport is None or self.transport.carries_records
-        self.clockwork = Clockwork(
-            cluster, number, self._us, num_microbatches, scale, is_profiled, card, keeps_links
-        )
+        self.clockwork = Clockwork(setup, self._us, card, keeps_links)
         self._programs: list[Program] = []
         # Contents of a program -> first such program; program -> the one whose graph it shares.
         self._numbers: dict[object, int] = {}
@@ -75,13 +62,14 @@ class DeviceGraphs:
         self._microbatches: list[Sequence[int]] = []
         self.buffers: dict[int, MicrobatchBuffers] = {}
         # Positions of the graphs: 1 + the receive it waits at, 2 + the receive it passed.
-        self.marks = driver.pinned((num_microbatches,), torch.int32)
+        self.marks = driver.pinned((setup.microbatches,), torch.int32)
         self._graphs: dict[tuple[int, int], ShareGraph] = {}
         self._missing: deque[tuple[int, int]] = deque()
         self._rehearsed: set[int] = set()
         self._dropped: set[int] = set()
 
     def add_steps(self, traces: Sequence[Trace], us: Sequence[Sequence[float]] = ()) -> None:
+        """`us[step][launch]`: modelled time here."""
         for step, trace in enumerate(traces):
             refuse_generators(trace)
             self.traces.append(trace)
@@ -329,7 +317,7 @@ class DeviceGraphs:
             for microbatch in microbatches
         ]
         inbox = self.transport.new_bytes(new, self.traces) if self.transport is not None else 0
-        most, total = max(each, default=0) + inbox // self.num_microbatches, sum(each) + inbox
+        most, total = max(each, default=0) + inbox // self._num_microbatches, sum(each) + inbox
         sizes_here = (sum(weights.values()), most, len(each), total, sum(pages.values()))
         footprint = Footprint(self.device.record.name, *sizes_here)
         check_memory(footprint, torch.cuda.mem_get_info(card)[0], " that are free")

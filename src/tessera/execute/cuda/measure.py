@@ -20,6 +20,7 @@ from tessera.execute.cuda.pace import ENDED, STARTED, TimeScale, choose_scale
 from tessera.execute.cuda.share import ShareGraph
 from tessera.execute.lower import lower
 from tessera.execute.memory import bytes_of
+from tessera.execute.messages import Setup
 from tessera.execute.offline import Request
 from tessera.kernels.tensors import flat_bytes
 
@@ -53,8 +54,9 @@ class UnitOnDevice:
         self, unit: ir.WorkUnit, cluster: ir.Cluster, device: int, weights: Tensors, is_profiled: bool = False
     ) -> None:
         self.unit, self.device = unit, device
-        traces = [g.trace for g in unit.graphs]
-        self._graphs = DeviceGraphs(cluster, device, traces, weights, 1, is_profiled=is_profiled)
+        setup = Setup(device, cluster, (), (), 1, is_profiled=is_profiled, weights=dict(weights))
+        self._graphs = DeviceGraphs(setup)
+        self._graphs.add_steps([g.trace for g in unit.graphs])
         self._numbers = self._graphs.add(lower(whole_plan(unit, cluster, device))[0], (0,))
 
     def __enter__(self) -> "UnitOnDevice":

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from tessera.execute.messages import Setup
 from tessera.execute.schedule import until_wait
 from tessera.ir import Cluster, Kernel, Link, Origin, Program, Run
 from tessera.kernels.launch import PtxKernel
@@ -120,21 +121,14 @@ class Pace:
 
 class Clockwork:
     def __init__(
-        self,
-        cluster: Cluster,
-        device: int,
-        us: Sequence[Sequence[float]],
-        num_microbatches: int,
-        scale: float,
-        is_profiled: bool,
-        card: torch.device,
-        keeps_links: bool = True,
+        self, setup: Setup, us: Sequence[Sequence[float]], card: torch.device, keeps_links: bool = True
     ) -> None:
         """`us[step][launch]`: modelled time here; empty: real time."""
-        self._device, self._us, self._scale, self._is_profiled = device, us, scale, is_profiled
+        device, cluster = setup.device, setup.cluster
+        self._device, self._us, self._scale, self._is_profiled = device, us, setup.scale, setup.is_profiled
         self._is_dilated = cluster.devices[device].is_dilated
         self._links: Mapping[tuple[int, int], Link] = throttled_links(cluster) if keeps_links else {}
-        self.queue = _words(1 + num_microbatches, card) if self._is_dilated else None
+        self.queue = _words(1 + setup.microbatches, card) if self._is_dilated else None
         self.wires: dict[int, torch.Tensor] = {}
         groups: dict[str, torch.Tensor] = {}
         for (src, dst), link in self._links.items():

@@ -66,16 +66,7 @@ class CudaWorker(DeviceWorker):
         torch.cuda.set_device(setup.cluster.devices[setup.device].ordinal)
         # numbers[lane][index], as `DeviceGraphs` counts programs.
         self._numbers: list[Sequence[int]] = []
-        self._graphs = DeviceGraphs(
-            setup.cluster,
-            setup.device,
-            (),
-            setup.weights,
-            setup.microbatches,
-            scale=setup.scale,
-            is_profiled=setup.is_profiled,
-            transport=partial(_open_transport, setup, engine, self._links),
-        )
+        self._graphs = DeviceGraphs(setup, partial(_open_transport, setup, engine, self._links))
         self._state = self._graphs.state
         self._clock = GpuClock.of(self._graphs.device) if setup.is_profiled else None
         copier, hold_s = GpuCopier(self._graphs.device), _hold_s(setup)
