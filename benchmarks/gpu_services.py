@@ -80,6 +80,7 @@ def mixture(kinds: list[Any]) -> tuple[tuple[int, int], ...]:
 
 
 def measured(args: argparse.Namespace, policy: str, steps: Any, load: Any) -> dict[str, Any]:
+    import torch
     from benchmarks.gpu_serve_load import run_load
 
     from tessera.planning import make_service_plan
@@ -117,6 +118,7 @@ def measured(args: argparse.Namespace, policy: str, steps: Any, load: Any) -> di
         advance("running")
         found = run_load(service, expected.clients, load, args.seconds)
         shot = service.snapshot()
+        free, total = torch.cuda.mem_get_info()
         for share in args.arrivals:
             found[f"arrivals {share:g}"] = arrived(args, served, service, share, scale)
     rate = found.pop("tokens per s") * scale
@@ -131,6 +133,7 @@ def measured(args: argparse.Namespace, policy: str, steps: Any, load: Any) -> di
         "groups": [asdict(group.size) for group in served.groups],
         "clients": expected.clients,
         "pages moved": shot.pages_moved,
+        "GB on the card": round((total - free) / 1e9, 2),
         "scale": round(scale, 3),
         "moments": moments,
         **found,
