@@ -140,8 +140,8 @@ class WorkerStepper(Runs):
             self.hub.load(new, dropped)
 
     def open(self, microbatch: int, lane: int, state: stepper.Tensors | None = None) -> None:
-        if microbatch in self.opened or not 0 <= microbatch < self.microbatches:
-            raise TesseraError(f"microbatch {microbatch} is open already, or not one of {self.microbatches}")
+        if microbatch in self.opened or microbatch not in self.lanes.all[lane].microbatches:
+            raise TesseraError(f"microbatch {microbatch} is open already, or not one of lane {lane}")
         self._open(microbatch, self.lanes.all[lane], state)
 
     def move(self, move: stepper.PageMove) -> None:

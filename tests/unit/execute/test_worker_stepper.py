@@ -134,7 +134,7 @@ def test_misuse_is_refused(stepper: WorkerStepper) -> None:
     request = made.make_requests(1)[0]
     stepper.open(0, 0, request.state())
     for wrong in (0, 3, -1):
-        with pytest.raises(TesseraError, match="is open already, or not one of 3"):
+        with pytest.raises(TesseraError, match="is open already, or not one of lane 0"):
             stepper.open(wrong, 0)
     stepper.start(StepCall(0, 1, request.inputs(0, 0, {})))
     with pytest.raises(TesseraError, match="at work"):
