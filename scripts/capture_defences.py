@@ -78,6 +78,8 @@ def programs() -> Iterator[tuple[str, Run]]:
         )
     for how in corpus.KEPT:
         yield f"kept: {how}", lambda how=how: tessera.capture(corpus.Keeps(how), corpus.X)
+    for how in corpus.REMEMBERED:
+        yield f"remembered: {how}", lambda how=how: tessera.capture(corpus.Remembers(how), corpus.X)
     for (way, read), use in itertools.product(corpus.HIDDEN.items(), ("factor", "constant")):
         yield (
             f"read {way}, {use}",
@@ -86,7 +88,7 @@ def programs() -> Iterator[tuple[str, Run]]:
             ),
         )
     for name, device in itertools.product(
-        ("summed", "branched", "masked", "counting", "chancy"), ("cpu", "fake")
+        ("summed", "branched", "masked", "counting", "chancy", "remembering"), ("cpu", "fake")
     ):
         step = Step(f"host_reads_model:{name}", "call", 1, 1)
         yield f"module {name} ({device})", lambda step=step, device=device: record_step(step, device)
