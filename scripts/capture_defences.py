@@ -42,7 +42,10 @@ DEFENCES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     "recording again": ((Trace, "__eq__", lambda one, other: True),),
     "operators that answer the host": ((operators, "_answers_the_host", lambda func: False),),
     "operators sized by values": ((operators, "_sizes_by_value", lambda func: False),),
-    "tensors of earlier calls": ((recorder, "keep_apart", lambda storages: None),),
+    "tensors of earlier calls": (
+        (recorder, "keep_apart", lambda storages: None),
+        (recorder.Recorder, "examples", property(lambda self: (), lambda self, storages: None)),
+    ),
     "caught refusals": ((operators, "insisting", nullcontext),),
     "generator states": ((rng.Draws, "_check", lambda self, name: None),),
 }
