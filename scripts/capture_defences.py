@@ -42,7 +42,10 @@ DEFENCES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     "recording again": ((Trace, "__eq__", lambda one, other: True),),
     "operators that answer the host": ((operators, "_answers_the_host", lambda func: False),),
     "operators sized by values": ((operators, "_sizes_by_value", lambda func: False),),
-    "tensors of earlier calls": ((recorder, "keep_apart", lambda storages: None),),
+    "tensors of earlier calls": (
+        (recorder, "keep_apart", lambda storages: None),
+        (recorder.Recorder, "examples", property(lambda self: (), lambda self, storages: None)),
+    ),
     "caught refusals": ((operators, "insisting", nullcontext),),
     "generator states": ((rng.Draws, "_check", lambda self, name: None),),
 }
@@ -78,6 +81,8 @@ def programs() -> Iterator[tuple[str, Run]]:
         )
     for how in corpus.KEPT:
         yield f"kept: {how}", lambda how=how: tessera.capture(corpus.Keeps(how), corpus.X)
+    for how in corpus.REMEMBERED:
+        yield f"remembered: {how}", lambda how=how: tessera.capture(corpus.Remembers(how), corpus.X)
     for (way, read), use in itertools.product(corpus.HIDDEN.items(), ("factor", "constant")):
         yield (
             f"read {way}, {use}",
@@ -86,7 +91,7 @@ def programs() -> Iterator[tuple[str, Run]]:
             ),
         )
     for name, device in itertools.product(
-        ("summed", "branched", "masked", "counting", "chancy"), ("cpu", "fake")
+        ("summed", "branched", "masked", "counting", "chancy", "remembering"), ("cpu", "fake")
     ):
         step = Step(f"host_reads_model:{name}", "call", 1, 1)
         yield f"module {name} ({device})", lambda step=step, device=device: record_step(step, device)

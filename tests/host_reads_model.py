@@ -1,6 +1,7 @@
 """Modules that look at their values, or keep count, as programs of users do; for `module:callable`."""
 
 import random
+from types import SimpleNamespace
 
 import torch
 
@@ -47,6 +48,18 @@ class Chancy(torch.nn.Module):
         return x * 2 if random.random() > 0.999 else x + 1
 
 
+class Remembering(torch.nn.Module):
+    """Keeps what it computed in its first call, in an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = SimpleNamespace()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first: torch.Tensor = vars(self.kept).setdefault("first", x * 2)
+        return x + first
+
+
 class Baked(torch.nn.Module):
     """The sum of the recorded example as a plain number, and later the sum itself."""
 
@@ -84,6 +97,11 @@ def counting(step: Step) -> tuple[torch.nn.Module, tuple[torch.Tensor]]:
 def chancy(step: Step) -> tuple[torch.nn.Module, tuple[torch.Tensor]]:
     """For the command line."""
     return Chancy(), example()
+
+
+def remembering(step: Step) -> tuple[torch.nn.Module, tuple[torch.Tensor]]:
+    """For the command line."""
+    return Remembering(), example()
 
 
 def baked(step: Step) -> tuple[torch.nn.Module, tuple[torch.Tensor]]:

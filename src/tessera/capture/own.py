@@ -151,7 +151,6 @@ def _launch(
         signature=tuple((n, str(kind)) for n, kind in signature.items()),
         constants=tuple((n, v if isinstance(v, _PLAIN) else str(v)) for n, v in constants.items()),
         num_warps=int(metadata.num_warps),
-        num_stages=int(getattr(metadata, "num_stages", 0)),
         shared_bytes=int(metadata.shared),
     )
     params = [n for n, kind in signature.items() if kind != "constexpr"]

@@ -114,6 +114,7 @@ class Recordings:
         workload = self.workload
         with recording, entered(_generators(state, self.device, seed)):
             recorder = Recorder(workload.module, self.device, self.varying)
+            recorder.examples = {t.untyped_storage()._cdata for t in workload.changing().values()}
             recorder.name_buffers(BufferKind.WEIGHT, workload.weights())
             recorder.name_buffers(BufferKind.INPUT, inputs)
             recorder.name_buffers(BufferKind.STATE, state)

@@ -231,7 +231,7 @@ class Scopes:
             self._entered.scopes.pop()
 
 
-# Live storages with values of an earlier call.
+# Storages with values of an earlier call; ids of expired ones are not used again.
 _earlier: dict[int, StorageWeakRef] = {}
 
 
@@ -291,6 +291,9 @@ def run_operator(run: Callable[..., Any], func: Any, args: tuple[Any, ...], kwar
 class Recorder(OperatorMode):
     """While entered, operators, kernels and host reads of this thread belong to the step."""
 
+    # Storages that the first call was given; later calls have others in their place.
+    examples: Set[int] = frozenset()
+
     def __init__(
         self, module: torch.nn.Module, recorded_on: str, varying: frozenset[BufferKind] = frozenset()
     ) -> None:
@@ -317,8 +320,9 @@ class Recorder(OperatorMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        computed = {b for b in self._varying if self._ledger.buffers[b].kind is BufferKind.TEMPORARY}
-        keep_apart({key: held for key, (held, b) in self._ledger.storages.items() if b in computed})
+        kinds = {BufferKind.TEMPORARY, *self._varying_kinds} - {BufferKind.WEIGHT}
+        own = {b for b in self._varying if self._ledger.buffers[b].kind in kinds}
+        keep_apart({key: held for key, (held, b) in self._ledger.storages.items() if b in own})
         self._contexts.__exit__(*error)
 
     def name_buffers(self, kind: BufferKind, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -442,13 +446,11 @@ class Recorder(OperatorMode):
         self.places.append(operators.program_line())
 
     def _argument(self, tensor: torch.Tensor) -> View:
-        storage = tensor.untyped_storage()
-        is_new = self._ledger.find(tensor) is None
-        if is_new and storage._cdata in _earlier and not _earlier[storage._cdata].expired():
+        key = tensor.untyped_storage()._cdata
+        if self._ledger.find(tensor) is None and (key in self.examples or key in _earlier):
             message = "the step uses a tensor left by an earlier call"
             fail(message, "Pass it as an argument, or keep it in a buffer that is changed in place.")
-        if is_new:
-            self._ledger.declare_constant(tensor)
+        self._ledger.declare_constant(tensor)
         return self._ledger.view(tensor)
 
 

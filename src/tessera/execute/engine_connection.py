@@ -20,7 +20,7 @@ from tessera.ir.files import FORMAT_VERSION
 
 # Only this machine reaches loopback addresses.
 LOOPBACK_SECRET = b"tessera on loopback"
-PROBE_S, RETRY_S, LOOK_S = 5.0, 0.2, 0.01
+PROBE_S, PROBE_AGAIN_S, RETRY_S, LOOK_S = 5.0, 1.0, 0.2, 0.01
 LINGER_S = 2.0
 
 
@@ -87,11 +87,13 @@ class EngineConnection:
 
     def wait_until_open(self, until_s: float) -> bool:
         """False after the time, or if the secret is not the engine's."""
-        while not self._connection.is_open:
-            if self._connection.num_failed >= MAX_HANDSHAKES or time.monotonic() > until_s:
-                return False
+        while not (self._connection.is_open or self.is_refused or time.monotonic() > until_s):
             time.sleep(LOOK_S)
-        return True
+        return self._connection.is_open
+
+    @property
+    def is_refused(self) -> bool:
+        return self._connection.num_failed >= MAX_HANDSHAKES
 
     def tell(self, message: messages.Message) -> None:
         """Raises OSError if the engine is gone."""
@@ -120,9 +122,8 @@ class EngineConnection:
             while self._news.empty() and self.mailbox.lead(None if block else 0.0) and block:
                 pass
             self._waiting = 0
-        if not block and self._news.empty():  # the usual case, without an exception
-            return None
-        return self._news.get()
+        # Usually there is none, and no exception either.
+        return None if not block and self._news.empty() else self._news.get()
 
     def post(self, news: Any) -> None:
         self._news.put(news)
@@ -165,27 +166,32 @@ def connect_engine(
 ) -> EngineConnection:
     """Retries for `again_s` if nobody listens there, for `patience_s` otherwise.
 
+    Probes go on until the connection is open, because an engine may close between a probe and its handshake.
     WorkerError if nobody answers, MismatchError if the secret is not the engine's.
     """
-    _probe(address, time.monotonic(), patience_s, again_s)
-    engine = EngineConnection(f"tcp://{address.place}", address.secret)
-    if not engine.wait_until_open(time.monotonic() + max(patience_s, MAX_HANDSHAKES * HANDSHAKE_MS * 1e-3)):
+    refused_s = patience_s if again_s is None else min(again_s, patience_s)
+    _probe(address, time.monotonic(), patience_s, refused_s)
+    engine, start_s = EngineConnection(f"tcp://{address.place}", address.secret), time.monotonic()
+    until_s = start_s + max(patience_s, MAX_HANDSHAKES * HANDSHAKE_MS * 1e-3)
+    try:
+        while not engine.wait_until_open(min(until_s, time.monotonic() + PROBE_AGAIN_S)):
+            if engine.is_refused or time.monotonic() > until_s:
+                message = "no engine answers there, or one with another secret"
+                raise MismatchError(message, "Use one --secret-file, and check --rendezvous.", address.place)
+            _probe(address, start_s, patience_s, refused_s)
+    except TesseraError:
         engine.mailbox.close()
-        message = "no engine answers there, or one with another secret"
-        raise MismatchError(message, "Use one --secret-file, and check --rendezvous.", address.place)
+        raise
     return engine
 
 
-def _probe(address: EngineAddress, start_s: float, patience_s: float, again_s: float | None) -> None:
+def _probe(address: EngineAddress, start_s: float, patience_s: float, refused_s: float) -> None:
     while True:
-        limit_s = patience_s
         try:
-            socket.create_connection((address.host, address.port), timeout=PROBE_S).close()
-            return
+            return socket.create_connection((address.host, address.port), timeout=PROBE_S).close()
         except OSError as error:
-            reason = error.strerror or str(error)
-            if isinstance(error, ConnectionRefusedError) and again_s is not None:
-                limit_s = min(again_s, patience_s)
-        if time.monotonic() > start_s + limit_s:
-            raise WorkerError(f"no engine answers: {reason}", "Start rank 0 first.", address.place)
+            limit_s = refused_s if isinstance(error, ConnectionRefusedError) else patience_s
+            if time.monotonic() > start_s + limit_s:
+                message = f"no engine answers: {error.strerror or error}"
+                raise WorkerError(message, "Start rank 0 first.", address.place) from error
         time.sleep(RETRY_S)

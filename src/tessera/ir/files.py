@@ -23,7 +23,7 @@ from tessera.ir.trace import Trace
 from tessera.ir.verify import verify
 
 # Increase when a field is added, removed or changes meaning.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_HEADER_BYTES = 4096
 MAX_CHARS = 500
 

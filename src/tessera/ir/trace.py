@@ -54,7 +54,6 @@ class Kernel:
     signature: tuple[tuple[str, str], ...] = ()
     constants: tuple[tuple[str, bool | int | float | str | None], ...] = ()
     num_warps: int = 0
-    num_stages: int = 0
     shared_bytes: int = 0
 
 

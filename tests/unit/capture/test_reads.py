@@ -4,6 +4,7 @@ import copy
 import cProfile
 import ctypes
 import datetime
+import functools
 import io
 import itertools
 import math
@@ -16,8 +17,11 @@ import sys
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -173,7 +177,7 @@ def test_what_compares_shapes_alone_is_no_read() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "fake"])
-@pytest.mark.parametrize("name", ["summed", "branched", "masked", "counting", "chancy"])
+@pytest.mark.parametrize("name", ["summed", "branched", "masked", "counting", "chancy", "remembering"])
 def test_a_module_of_the_users_own_is_refused_on_any_device(name: str, device: str) -> None:
     """Without values the same program is refused by the same line."""
     with pytest.raises(CaptureError, match=r"host_reads_model\.py:\d+: "):
@@ -387,6 +391,79 @@ def test_what_python_keeps_from_call_to_call_is_refused(how: str) -> None:
 
     with pytest.raises(CaptureError, match=rf"{line}.*"):
         tessera.capture(Keeps(how), X)
+
+
+class Remembers(torch.nn.Module):
+    """Adds a tensor of an earlier call, kept by name where a search for tensors does not look."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.calls, self.object, self.local = how, 0, SimpleNamespace(), threading.local()
+        self.tensors, self.weak = deque[torch.Tensor](), WeakKeyDictionary[torch.nn.Module, torch.Tensor]()
+        self.largest = functools.cache(lambda size: self.object.last.max())
+        first: torch.Tensor | None = None
+
+        def closure(x: torch.Tensor) -> torch.Tensor:
+            nonlocal first
+            first = x * 2 if first is None else first
+            return first
+
+        def default(x: torch.Tensor, kept: Any = {}) -> Any:  # noqa: B006  # as programs do
+            return kept.setdefault(0, x * 2)
+
+        self.closure, self.default = closure, default
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept: torch.Tensor = getattr(self, self.how)(x)
+        return x + kept
+
+    def of_object(self, x: torch.Tensor) -> Any:
+        return vars(self.object).setdefault("first", x * 2)
+
+    def view(self, x: torch.Tensor) -> Any:
+        return vars(self.object).setdefault("first", (x * 2)[:1])
+
+    def given(self, x: torch.Tensor) -> Any:
+        return vars(self.object).setdefault("first", x)
+
+    def given_later(self, x: torch.Tensor) -> Any:
+        self.calls = min(self.calls + 1, 2)
+        return self.given(x) if self.calls > 1 else x
+
+    def of_thread(self, x: torch.Tensor) -> Any:
+        return vars(self.local).setdefault("first", x * 2)
+
+    def queue(self, x: torch.Tensor) -> Any:
+        self.tensors.extend([] if self.tensors else [x * 2])
+        return self.tensors[0]
+
+    def weakly(self, x: torch.Tensor) -> Any:
+        return self.weak.setdefault(self, x * 2)
+
+    def cached(self, x: torch.Tensor) -> Any:
+        self.object.last = x * 2
+        try:
+            return self.largest(len(x))
+        finally:
+            del self.object.last
+
+    def of_last_call(self, x: torch.Tensor) -> Any:
+        last = self.weak.get(self, torch.zeros(8))
+        self.weak[self] = x * 2
+        return last
+
+
+REMEMBERED = (
+    "of_object", "view", "given", "given_later", "of_thread", "queue", "weakly", "cached", "of_last_call",
+    "closure", "default",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("how", REMEMBERED)
+def test_a_tensor_of_an_earlier_call_is_no_constant(how: str) -> None:
+    """The recordings agree on it: the first call, which finds what changes, has left it."""
+    with pytest.raises(CaptureError, match=HERE + "the step uses a tensor left by an earlier call"):
+        tessera.capture(Remembers(how), X)
 
 
 def test_what_a_first_call_sets_up_may_change_then() -> None:

@@ -86,6 +86,18 @@ def test_parts_that_do_not_fit_are_refused() -> None:
         divide(GROUPS, REST, [100, 64], "cuda:0")
 
 
+@pytest.mark.parametrize(("rest", "size"), [(132, 132), (132, 8), (0, 8)])
+def test_a_card_without_groups_has_no_parts(rest: int, size: int) -> None:
+    """The driver may offer none, for all SMs or for a part of them."""
+    with pytest.raises(WorkerError, match=r"cuda:0: the driver offers no groups of SMs. Use the whole card"):
+        divide([], rest, [size], "cuda:0")
+
+
+def test_parts_take_a_rest_that_is_as_good_as_groups() -> None:
+    """Groups alone are too few for both."""
+    assert [(0, 2), (1,)] == divide([8, 8], 8, [16, 8], "cuda:0")
+
+
 def test_short_steps_and_early_microbatches_go_first() -> None:
     """On a GPU with six priorities, three microbatches of short steps go before three of long ones."""
     order = [priority(number, is_short, 0, -5) for is_short in (True, False) for number in range(3)]

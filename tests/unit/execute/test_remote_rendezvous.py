@@ -230,6 +230,20 @@ def test_no_engine_is_said_after_the_patience() -> None:
         connect_engine(EngineAddress("127.0.0.1", port, SECRET), 0.0)
 
 
+def test_an_engine_that_closes_after_a_probe_is_soon_given_up() -> None:
+    """A worker that connects again does not wait as long as one that connects first."""
+    with socket.create_server(("127.0.0.1", 0)) as closing:
+
+        def close() -> None:
+            closing.accept()[0].close()
+            closing.close()
+
+        port = int(closing.getsockname()[1])
+        threading.Thread(target=close, daemon=True).start()
+        with pytest.raises(WorkerError, match="no engine answers"):
+            connect_engine(EngineAddress("127.0.0.1", port, SECRET), 20.0, again_s=0.2)
+
+
 def test_a_port_in_use_is_named(heard: Heard) -> None:
     """Two engines cannot have one address."""
     with pytest.raises(TesseraError, match="cannot listen"):

@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,12 @@ from scripts.schemas import PLACE, schemas
 from factories import make_chain, make_plan
 from tessera.analyze import build_graph
 from tessera.execute import lower
-from tessera.ir import Trace, save
+from tessera.ir import Kernel, Trace, save
+from tessera.ir.files import FORMAT_VERSION
 from tessera.simulate import simulate
 
-OUTLINES = Path(__file__).parents[3] / "src" / "tessera" / "capture" / "outlines"
+SOURCE = Path(__file__).parents[3] / "src" / "tessera"
+OUTLINES = SOURCE / "capture" / "outlines"
 
 
 def contents(raw: bytes) -> tuple[Any, Any]:
@@ -88,3 +92,18 @@ def test_descriptions_are_the_comments_of_the_records() -> None:
     fields = schemas()["trace.json"]["$defs"][Trace.__name__]["properties"]
 
     assert "Results by name." == fields["outputs"]["description"]
+
+
+def test_what_is_recorded_of_a_kernel_is_read() -> None:
+    """Every field is an attribute that some module asks for."""
+    source = "".join(path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py"))
+    asked = set(re.findall(r"\.(\w+)\b", source))
+
+    assert [] == [field.name for field in fields(Kernel) if field.name not in asked]
+
+
+def test_outlines_of_the_package_are_of_this_format() -> None:
+    """Others are not read, and their steps would be compiled."""
+    headers = [contents(gzip.decompress(path.read_bytes()))[0] for path in OUTLINES.glob("*.gz")]
+
+    assert {FORMAT_VERSION} == {header["version"] for header in headers}

@@ -24,8 +24,7 @@ VERSION = 3
 
 
 def outlined(trace: Trace) -> Trace:
-    empty: dict[str, Any] = {"ptx": "", "source": "", "constants": ()}
-    empty |= dict.fromkeys(("num_warps", "num_stages", "shared_bytes"), 0)
+    empty: dict[str, Any] = {"ptx": "", "source": "", "constants": (), "num_warps": 0, "shared_bytes": 0}
     launches = tuple(replace(x, grid=(), block=()) for x in trace.launches)
     return replace(trace, kernels=tuple(replace(k, **empty) for k in trace.kernels), launches=launches)
 

@@ -49,9 +49,8 @@ class GpuDevice:
         return self._borrow((id(part), priority), lambda: part.stream(priority))
 
     def plain_stream(self, priority: int = 0) -> torch.cuda.Stream:
-        return self._borrow(
-            ("plain", self.ordinal, priority), lambda: driver.new_stream(self.ordinal, priority)
-        )
+        key = "plain", self.ordinal, priority
+        return self._borrow(key, lambda: driver.new_stream(self.ordinal, priority))
 
     @cached_property
     def priorities(self) -> tuple[int, int]:
@@ -117,13 +116,16 @@ def cut(ordinal: int, sizes: Sequence[int]) -> list[Partition]:
 
 def divide(groups: Sequence[int], rest: int, sizes: Sequence[int], place: str) -> list[tuple[int, ...]]:
     """Indices of groups, and `len(groups)` for the rest."""
-    whole = sum(groups) + rest
+    if not groups:
+        raise WorkerError("the driver offers no groups of SMs", "Use the whole card, without /sm=.", place)
+    whole, each = sum(groups) + rest, groups[0]
     if sum(sizes) > whole:
         message = f"parts of {', '.join(map(str, sizes))} SMs do not fit the {whole} of the card"
         raise WorkerError(message, "Give smaller parts.", place)
-    each = groups[0] if groups else whole
     odd = [i for i, size in enumerate(sizes) if size % each]
-    takes_rest = odd[0] if odd else _in_need_of_rest(groups, rest, sizes)
+    if not odd and sum(sizes) > sum(groups) and rest % each == 0:  # the rest is groups too
+        odd = [max(range(len(sizes)), key=lambda i: sizes[i])]
+    takes_rest = odd[0] if odd else None
     chosen, used = [], 0
     for index, size in enumerate(sizes):
         needed = size - rest if index == takes_rest else size
@@ -138,10 +140,3 @@ def divide(groups: Sequence[int], rest: int, sizes: Sequence[int], place: str) -
         used += needed // each
         chosen.append((*indices, *([len(groups)] if index == takes_rest else [])))
     return chosen
-
-
-def _in_need_of_rest(groups: Sequence[int], rest: int, sizes: Sequence[int]) -> int | None:
-    """The part that takes the rest if groups alone are too few; the rest must then fill groups."""
-    if rest == 0 or sum(sizes) <= sum(groups) or rest % groups[0]:
-        return None
-    return max(range(len(sizes)), key=lambda i: sizes[i])
