@@ -5,19 +5,7 @@ Prefers identities that keep a pointer's base (`x & m = x - (x & ~m)`, `x | y = 
 
 from typing import Any
 
-from tessera_ptx.poly import (
-    ZERO,
-    Poly,
-    Value,
-    add,
-    const,
-    constant_of,
-    freeze,
-    multiply,
-    scale,
-    sub,
-    wrap,
-)
+from tessera_ptx.poly import ZERO, Poly, Value, add, const, constant_of, freeze, multiply, scale, sub, wrap
 from tessera_ptx.ranges import within
 from tessera_ptx.values import UNIFORM, Atoms, Key
 

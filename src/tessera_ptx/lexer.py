@@ -10,19 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 
 from tessera_ptx.errors import ParseError
-from tessera_ptx.syntax import (
-    Args,
-    FloatImm,
-    Imm,
-    Mem,
-    Not,
-    Operand,
-    Pair,
-    Reg,
-    Special,
-    Sym,
-    Vec,
-)
+from tessera_ptx.syntax import Args, FloatImm, Imm, Mem, Not, Operand, Pair, Reg, Special, Sym, Vec
 
 NAME = r"(?:[A-Za-z][\w$]*|[_$%][\w$]+|_)"
 _STRING = r'"(?:[^"\\\n]|\\.)*"'

@@ -21,17 +21,7 @@ from tessera_ptx.bits import (
     widen,
 )
 from tessera_ptx.opcodes import OpcodeRow, Use, row_of, space_of, vector_of, width_of
-from tessera_ptx.poly import (
-    ZERO,
-    Poly,
-    Value,
-    add,
-    const,
-    constant_of,
-    scale,
-    sub,
-    wrap,
-)
+from tessera_ptx.poly import ZERO, Poly, Value, add, const, constant_of, scale, sub, wrap
 from tessera_ptx.syntax import Op
 from tessera_ptx.values import Atoms, Key
 
@@ -147,9 +137,7 @@ def _min_max(at: Atoms, form: Form, key: Key, args: list[Value]) -> Value:
     return _each(at, key, args[0], args[1], lambda x, y: at.op(name, form.bits, x, y))
 
 
-def _logic(
-    operation: Callable[[Atoms, Poly, Poly, int], Poly],
-) -> Rule:
+def _logic(operation: Callable[[Atoms, Poly, Poly, int], Poly]) -> Rule:
     def rule(at: Atoms, form: Form, key: Key, args: list[Value]) -> Value:
         return _each(at, key, args[0], args[1], lambda x, y: operation(at, x, y, form.bits))
 

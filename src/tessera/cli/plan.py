@@ -33,8 +33,7 @@ NUM_MICROBATCHES = 4
 
 LinkOption = Annotated[list[str] | None, info(LINK_HELP, shown="pcie4")]
 MemoryOption = Annotated[
-    list[str] | None,
-    info("Cap of a device's memory: cuda:0=22GB; may be repeated.", metavar="DEVICE=SIZE"),
+    list[str] | None, info("Cap of a device's memory: cuda:0=22GB; may be repeated.", metavar="DEVICE=SIZE")
 ]
 PriceOption = Annotated[
     list[str] | None,

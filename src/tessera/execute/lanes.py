@@ -130,14 +130,13 @@ class Lanes:
         self._old |= {lane.number: lane for lane in self.current}
         self._first = len(self.all)
         self._shares = [LaneShares(shares_of(plan.lanes, plan.lane_table)) for plan in plans]
-        ranges = ranges_of(plans, self.microbatches)
-        for policy, (plan, numbers) in enumerate(zip(plans, ranges, strict=True)):
+        for (policy, plan), own in zip(enumerate(plans), ranges_of(plans, self.microbatches), strict=True):
             steps = self._number_steps(plan)
             home = self.homes[plan.home].number if plan.home else None
             for index in range(len(plan.lanes)):
                 devices = devices_of(plan, index)
                 rows = {} if home is None else _state_buffers(plan, plan.lanes[index])[1]
-                lane = LoadedLane(len(self.all), plan, policy, index, devices, steps, home, rows, numbers)
+                lane = LoadedLane(len(self.all), plan, policy, index, devices, steps, home, rows, own)
                 self.all.append(lane)
         return self.current
 

@@ -101,8 +101,7 @@ def footprints(
             held |= {number: max(held.get(number, 0), *lanes) for number in numbers}
         if len(plans) == 1 and (table := plans[0].lane_table):  # any microbatch may use the largest lane
             held = {number: each[0][table[number % len(table)]] for number in held}
-        most = max(max(lanes) for lanes in each)
-        num = sum(size > 0 for size in held.values())
+        most, num = max(max(lanes) for lanes in each), sum(size > 0 for size in held.values())
         sizes = (sum(weights.values()), most, num, sum(held.values()), sum(pages.values()))
         by_device.append(Footprint(device.name, *sizes))
     return tuple(by_device)

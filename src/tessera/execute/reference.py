@@ -19,15 +19,7 @@ import torch
 
 from tessera.errors import TesseraError, WorkerError, first_line
 from tessera.execute.launcher import Launcher
-from tessera.execute.memory import (
-    Memory,
-    Storage,
-    bind_storages,
-    bytes_of,
-    fresh,
-    is_allocation,
-    tensor_of,
-)
+from tessera.execute.memory import Memory, Storage, bind_storages, bytes_of, fresh, is_allocation, tensor_of
 from tessera.execute.stepper import Tensors
 from tessera.ir import BufferKind, Trace, Value
 from tessera.kernels.tensors import same_bits

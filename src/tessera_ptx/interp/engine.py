@@ -12,12 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tessera_ptx.errors import (
-    Deadlock,
-    InterpreterFault,
-    OutOfBounds,
-    UnknownInstruction,
-)
+from tessera_ptx.errors import Deadlock, InterpreterFault, OutOfBounds, UnknownInstruction
 from tessera_ptx.interp.decode import Decoder, Get, Put, Unknown
 from tessera_ptx.interp.memory import FRAMES, BadAccess
 from tessera_ptx.interp.rules.warp import member_getter, per_lane, warp_bits

@@ -87,7 +87,7 @@ class DeviceGraphs:
         first = len(self._programs)
         if is_dropped:
             self._dropped |= set(range(first, first + len(programs)))
-        if is_dropped or not any(map(self._is_here, programs)):
+        if is_dropped or not any(self._has_share(p) or self._state_buffers(p) for p in programs):
             microbatches = ()
         self._check_memory(programs, microbatches)
         self._programs += programs
@@ -191,9 +191,6 @@ class DeviceGraphs:
     def _has_share(self, program: Program) -> bool:
         number = self.device.number
         return bool(program.instructions[number]) or any(at == number for _, at in program.outputs)
-
-    def _is_here(self, program: Program) -> bool:
-        return self._has_share(program) or bool(self._state_buffers(program))
 
     def _capture(self, room: MicrobatchBuffers, number: int) -> ShareGraph:
         program = self._programs[number]
