@@ -103,8 +103,8 @@ class _Writer:
         buffers, launches = tuple(self._buffers), tuple(self._launches)
         return replace(self._trace, kernels=tuple(self._kernels), buffers=buffers, launches=launches)
 
-    def _is_own(self, view: Arg) -> bool:
-        if not isinstance(view, View) or view.offset:
+    def _is_own(self, view: Arg, rank: int | None = None) -> bool:
+        if not isinstance(view, View) or view.offset or rank not in (None, len(view.shape)):
             return False
         buffer = self._trace.buffers[view.buffer]
         size = view.num_elements * item_bytes(view.dtype)
@@ -131,7 +131,7 @@ class _Writer:
         is_dense = weight.stride in ((weight.shape[1], 1), (1, weight.shape[0]))
         if not is_dense or self._trace.buffers[weight.buffer].size_bytes < least:
             return []
-        if len(launch.args) == 3 and not (self._is_own(launch.args[0]) and _rank(launch.args[0]) == 1):
+        if len(launch.args) == 3 and not self._is_own(launch.args[0], rank=1):
             return []
         return _ends(weight.shape[1], self._config.num_parts)
 
@@ -243,7 +243,3 @@ def _mixture(launch: Launch) -> tuple[Arg, ...]:
 def _ends(num: int, parts: int) -> list[int]:
     parts = min(num, parts)
     return [num * (n + 1) // parts for n in range(parts)] if parts > 1 else []
-
-
-def _rank(arg: Arg) -> int:
-    return len(arg.shape) if isinstance(arg, View) else 0

@@ -46,6 +46,8 @@ ABSENT_S = 20.0
 MAX_CONFIGURED = 3
 # Source of messages about no device.
 NOBODY = -1
+# Hardware queues of a worker, and of all on one card: it has no more for processes under CUDA MPS.
+QUEUES, QUEUES_OF_CARD = 32, 64
 NAME_BYTES = 16
 
 
@@ -264,8 +266,10 @@ class Hub:
         return self.max_bytes() if is_known else MAX_ASKED_BYTES
 
     def _launch(self, device: int, setup: messages.Setup) -> LocalProcess:
-        name = f"tessera-{self.names[device]}"
-        return LocalProcess(worker.main, (self._folder,), name, self._method)
+        name, devices = f"tessera-{self.names[device]}", setup.cluster.devices
+        num = sum((d.kind, d.ordinal) == (devices[device].kind, devices[device].ordinal) for d in devices)
+        queues = min(QUEUES, QUEUES_OF_CARD // num or 1)
+        return LocalProcess(worker.main, (self._folder, queues), name, self._method)
 
     def _post(self, source: Any, message: Any) -> None:
         self._inbox.append((source, message))
@@ -302,7 +306,7 @@ class Hub:
             process = self._launch(device, setup)
             self._post(source, process)
             what = "its setup could not be sent"
-            process.run(setup)
+            reason = process.run(setup)
         except TesseraError as error:
             self._post(source, messages.Failed(error.message, error.remedy))
             return

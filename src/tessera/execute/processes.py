@@ -80,14 +80,12 @@ class LocalProcess:
         with suppress(OSError):  # gone already
             self._pid_fd = os.pidfd_open(self.pid or 0)
 
-    def run(self, value: Any) -> None:
-        """Returns when the child is gone."""
-        try:
-            with self.pipe:
-                hand_over(self.pipe, value)
-                self.pipe.recv_bytes()
-        except (OSError, EOFError):
-            pass
+    def run(self, value: Any) -> str:
+        """Returns when the child is gone, with what it said last."""
+        with suppress(OSError, EOFError), self.pipe:
+            hand_over(self.pipe, value)
+            return self.pipe.recv_bytes().decode()
+        return ""
 
     def end(self, timeout_s: float) -> str:
         """Kills the child after the time; returns how it ended."""

@@ -13,7 +13,6 @@ result or raises. Not handled: launches that are not operators.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -133,7 +132,8 @@ class _SharedMemory(Memory):
     """One storage per buffer, poison at first."""
 
     def __init__(self, runner: TraceRunner, initial: Mapping[int, Storage]) -> None:
-        super().__init__(runner.weights, fresh(runner.trace, runner.device, _poisoned))
+        make = fresh(runner.trace, runner.device, lambda num, **how: torch.full((num,), POISON, **how))
+        super().__init__(runner.weights, make)
         self._trace = runner.trace
         self._storages.update(initial)
 
@@ -182,10 +182,6 @@ class _RenamedMemory(_SharedMemory):
 
     def _named(self, launch: int) -> set[int]:
         return self._trace.launches[launch].buffers - self._weights.keys()
-
-
-def _poisoned(size_bytes: int, **options: Any) -> torch.Tensor:
-    return torch.full((size_bytes,), POISON, **options)
 
 
 def _flat(storage: Storage) -> torch.Tensor:

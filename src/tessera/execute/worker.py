@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tessera import ir
-from tessera.errors import TesseraError, WorkerError
+from tessera.errors import TesseraError, WorkerError, first_line
 from tessera.execute.engine_connection import EngineConnection
 from tessera.execute.launcher import Launcher
 from tessera.execute.memory import ProgramMemory, WorkerMemory, bind_storages, bytes_of, tensor_of
@@ -259,13 +259,16 @@ def mixtures_of(trace: ir.Trace) -> dict[int, tuple[str, ir.View]]:
     return mixtures
 
 
-def main(pipe: Pipe, folder: str) -> None:
+def main(pipe: Pipe, folder: str, queues: int) -> None:
     gc.freeze()  # collections pass over what is inherited, whose pages they would copy
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the engine handles it
     # Streams that share a hardware queue wait for one another. Read when CUDA starts, with the first weight.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(queues))
     with contextlib.suppress(EOFError, OSError):
-        setup = pipe.recv()
+        try:
+            setup = pipe.recv()
+        except RuntimeError as error:  # CUDA did not start
+            return pipe.send_bytes(f"its setup could not be read: {first_line(error)}".encode())
         engine = EngineConnection(setup.engine, setup.secret, setup.name)
         threading.Thread(target=_follow, args=(pipe, engine), daemon=True).start()
         serve(setup, engine)

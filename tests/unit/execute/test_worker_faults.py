@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import engine_factory as made
 import stepper_factory as factory
@@ -351,6 +352,22 @@ def test_a_setup_that_cannot_be_sent_is_told_at_once() -> None:
     with pytest.raises(WorkerError, match=r"device d1: .*RuntimeError: changed size"), stepper:
         pass
     assert time.monotonic() - begun < hubs.START_TIMEOUT_S / 3
+
+
+class Unread:
+    """A value that no process can read."""
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        return torch.device, ("nowhere",)
+
+
+def test_a_setup_that_a_worker_cannot_read_is_told() -> None:
+    """As where a card takes no other process."""
+    stepper = workers(one_way())
+    stepper.hub.setups[1] = replace(stepper.hub.setups[1], transport=Unread())  # type: ignore[arg-type]
+    words = r"device d1: its setup could not be read: .*nowhere"
+    with pytest.raises(WorkerError, match=words), stepper:
+        pass
 
 
 def test_workers_that_always_die_at_the_start_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
