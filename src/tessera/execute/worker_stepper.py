@@ -217,7 +217,7 @@ class WorkerStepper(Runs):
                     waiting.add(device)
                     if lost.failures >= MAX_STARTS or lost.retry_s is None:
                         what = reason or "the worker ended while it started"
-                        raise WorkerError(f"{what} ({lost.how})", "Free memory; use fewer parts of a card.", place)
+                        raise WorkerError(f"{what} ({lost.how})", "Free memory, or use fewer devices.", place)
 
     def _hear(self, device: int, message: Any) -> None:
         match message:
