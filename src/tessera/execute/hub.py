@@ -217,7 +217,7 @@ class Hub:
             self.order(device, messages.DropLanes(list(dropped), sorted(homes - now.homes - {-1})))
         if programs := now.programs[num_lanes:]:
             steps = (now.traces[num_steps:], now.us[num_steps:])
-            self.order(device, messages.LoadLanes(programs, *steps, now.ranges[num_lanes:]))
+            self.order(device, messages.LoadLanes(programs, *steps, now.lane_microbatches[num_lanes:]))
 
     def relink(self, device: int, other: int) -> None:
         for one, two in ((device, other), (other, device)):

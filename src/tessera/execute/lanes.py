@@ -5,7 +5,7 @@ Shares come from a plan's lane table (entry i is the lane of microbatch i), else
 
 Lanes of all plans ever loaded are numbered consecutively, so that a microbatch can finish on a lane of a
 replaced plan; equal steps have one number. Groups of a service have microbatches of their own, so that a
-device holds what those of its groups need; other plans share all microbatches.
+device holds what those of its groups need, after a replacement free ones first; other plans share all.
 
 A step may be queued behind the running one of its microbatch (`can_overlap`). Transfers land in the same
 places in every step, so before a device sends in the next step, the receiver must have used what it received
@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import count
+from itertools import chain, count, cycle, islice
 
 from tessera.errors import MismatchError
 from tessera.execute.lower import homes_of, in_order, lower, outputs_of
@@ -31,8 +31,6 @@ from tessera.kernels import BY_ROW, PAGE, is_paged
 
 Pair = tuple[int, int]
 ALL = 1 << 62
-# More microbatches than a plan can have.
-ANY = 1 << 20
 
 
 class LaneShares:
@@ -89,7 +87,7 @@ class LoadedLane:
     # Each microbatch has its own.
     rows: PageBuffers = field(default_factory=dict)
     # Microbatches that can be opened on it.
-    microbatches: range = range(ANY)
+    microbatches: Sequence[int] = ()
 
     @property
     def lane(self) -> Lane:
@@ -110,7 +108,7 @@ class LoadedLane:
 
 
 class Lanes:
-    def __init__(self, plans: Sequence[Plan], microbatches: int = ANY) -> None:
+    def __init__(self, plans: Sequence[Plan], microbatches: int | None = None) -> None:
         self.microbatches = microbatches
         self.all: list[LoadedLane] = []
         self.graphs: list[Graph] = []
@@ -124,20 +122,21 @@ class Lanes:
         self._numbers = count()
         self.load(plans)
 
-    def load(self, plans: Sequence[Plan]) -> tuple[LoadedLane, ...]:
+    def load(self, plans: Sequence[Plan], in_use: Collection[int] = ()) -> tuple[LoadedLane, ...]:
+        """`in_use`: see `shared_out`."""
         check_alike([*([self.all[0].plan] if self.all else []), *plans])
         self._add_homes(plans)
         self._old |= {lane.number: lane for lane in self.current}
         self._first = len(self.all)
         self._shares = [LaneShares(shares_of(plan.lanes, plan.lane_table)) for plan in plans]
-        for (policy, plan), own in zip(enumerate(plans), ranges_of(plans, self.microbatches), strict=True):
+        shares = shared_out(plans, self.microbatches, in_use)
+        for (policy, plan), own in zip(enumerate(plans), shares, strict=True):
             steps = self._number_steps(plan)
             home = self.homes[plan.home].number if plan.home else None
-            for index in range(len(plan.lanes)):
-                devices = devices_of(plan, index)
-                rows = {} if home is None else _state_buffers(plan, plan.lanes[index])[1]
-                lane = LoadedLane(len(self.all), plan, policy, index, devices, steps, home, rows, own)
-                self.all.append(lane)
+            for at in range(len(plan.lanes)):
+                devices = devices_of(plan, at)
+                rows = {} if home is None else _state_buffers(plan, plan.lanes[at])[1]
+                self.all.append(LoadedLane(len(self.all), plan, policy, at, devices, steps, home, rows, own))
         return self.current
 
     @property
@@ -208,18 +207,17 @@ class Lanes:
             self._shares[lane.policy].give_back(lane.index)
 
 
-def ranges_of(plans: Sequence[Plan], most: int | None = None) -> list[range]:
-    """Of `most` microbatches, those that each plan can have. None: as many as the plans need."""
+def shared_out(
+    plans: Sequence[Plan], most: int | None = None, in_use: Collection[int] = ()
+) -> list[Sequence[int]]:
+    """Microbatches that each plan can have, `most` in all; None: as many as the plans need.
+
+    The first plans get those that are not `in_use`.
+    """
     if most is None:
         most = max(sum(p.microbatches for p in plans if p.home), *(p.microbatches for p in plans))
-    ranges: list[range] = []
-    first = 0
-    for plan in plans:
-        num = min(plan.microbatches, most) if plan.home else most
-        start = min(first, most - num)
-        ranges.append(range(start, start + num))
-        first += num if plan.home else 0
-    return ranges
+    order = cycle(chain((number for number in range(most) if number not in in_use), sorted(in_use)))
+    return [tuple(islice(order, min(p.microbatches, most))) if p.home else range(most) for p in plans]
 
 
 def devices_of(plan: Plan, index: int) -> frozenset[str]:

@@ -24,7 +24,7 @@ import torch
 
 from tessera import ir
 from tessera.errors import DeviceMemoryError, MismatchError, WorkerError, first_line
-from tessera.execute.lanes import ranges_of
+from tessera.execute.lanes import shared_out
 from tessera.execute.lower import check_programs, fetched_by, lower
 from tessera.execute.schedule import until_wait
 from tessera.ir import units
@@ -82,10 +82,9 @@ def ready_programs(plan: ir.Plan) -> tuple[tuple[ir.Program, ...], ...]:
 
 
 def footprints(
-    plans: Sequence[ir.Plan], programs: Sequence[Programs], ranges: Sequence[range] = ()
+    plans: Sequence[ir.Plan], programs: Sequence[Programs], microbatches: Sequence[Sequence[int]] = ()
 ) -> tuple[Footprint, ...]:
-    """`ranges`: microbatches that each plan can have; by default, as `Lanes` gives them."""
-    ranges = ranges or ranges_of(plans)
+    """`microbatches`: those that each plan can have; by default, as `Lanes` gives them."""
     by_device = []
     for index, device in enumerate(plans[0].cluster.devices):
         weights = {
@@ -97,7 +96,7 @@ def footprints(
             for plan, lanes in zip(plans, programs, strict=True)
         ]
         held: dict[int, int] = {}
-        for numbers, lanes in zip(ranges, each, strict=True):
+        for numbers, lanes in zip(microbatches or shared_out(plans), each, strict=True):
             held |= {number: max(held.get(number, 0), *lanes) for number in numbers}
         if len(plans) == 1 and (table := plans[0].lane_table):  # any microbatch may use the largest lane
             held = {number: each[0][table[number % len(table)]] for number in held}

@@ -25,7 +25,7 @@ import torch
 from msgspec import Meta
 
 from tessera.errors import MismatchError, RuleBroken, TesseraError, WorkerError
-from tessera.execute.lanes import Lanes, LoadedLane
+from tessera.execute.lanes import Lanes
 from tessera.execute.memory import copied, part_of, sharing, whole_of
 from tessera.ir import BufferKind, Cluster, Program, Trace, units, verify
 from tessera.kernels.tensors import flat_bytes
@@ -170,7 +170,7 @@ class LoadLanes(_Message, frozen=True):
     programs: tuple[tuple[Program, ...], ...]
     traces: tuple[Trace, ...] = ()
     us: tuple[tuple[float, ...], ...] = ()
-    ranges: tuple[tuple[Index, Index], ...] = ()
+    microbatches: tuple[tuple[Index, ...], ...] = ()
 
     def verify(self) -> None:
         for record in (*self.traces, *(program for lane in self.programs for program in lane)):
@@ -360,14 +360,14 @@ class WorkerConfig:
     us: tuple[tuple[float, ...], ...] = ()
     # Lanes never used again; they still lay out the inboxes of transfers.
     dropped: tuple[int, ...] = ()
-    # ranges[lane]: the first of its microbatches and the one behind the last. Empty: any.
-    ranges: tuple[tuple[Index, Index], ...] = ()
+    # By lane.
+    lane_microbatches: tuple[tuple[Index, ...], ...] = ()
     weight_records: tuple[WeightRecord, ...] = ()
 
     def extended(self, lanes: LoadLanes) -> Self:
         traces, programs = (*self.traces, *lanes.traces), (*self.programs, *lanes.programs)
-        us, ranges = (*self.us, *lanes.us), (*self.ranges, *lanes.ranges)
-        return replace(self, traces=traces, programs=programs, us=us, ranges=ranges)
+        us, numbers = (*self.us, *lanes.us), (*self.lane_microbatches, *lanes.microbatches)
+        return replace(self, traces=traces, programs=programs, us=us, lane_microbatches=numbers)
 
     @property
     def homes(self) -> set[int]:
@@ -406,15 +406,11 @@ def make_setups(
         shared |= {name: copied(part_of(name, weights), is_shared_memory=True) for name in parts}
     sizes = (microbatches, transport, 0, (0,) * len(cluster.devices), scale, is_profiled)
     common = (cluster, traces, tuple(map(tuple, programs)), *sizes)
-    ranges = lane_ranges(loaded.all)
+    numbers = tuple(tuple(lane.microbatches) for lane in loaded.all)
     return [
-        Setup(number, *common, modelled_us(loaded, number), ranges=ranges, weights=shared)
+        Setup(number, *common, modelled_us(loaded, number), lane_microbatches=numbers, weights=shared)
         for number in range(len(cluster.devices))
     ]
-
-
-def lane_ranges(lanes: Sequence[LoadedLane]) -> tuple[tuple[int, int], ...]:
-    return tuple((lane.microbatches.start, lane.microbatches.stop) for lane in lanes)
 
 
 def modelled_us(loaded: Lanes, device: int, first: int = 0) -> tuple[tuple[float, ...], ...]:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tessera.errors import MismatchError, TesseraError, WorkerError
+from tessera.errors import DeviceMemoryError, MismatchError, TesseraError, WorkerError
 from tessera.execute import messages, stepper
 from tessera.execute.hub import Hub, LostWorker, Wake
-from tessera.execute.lanes import Lanes, LoadedLane, ranges_of
+from tessera.execute.lanes import Lanes, LoadedLane, shared_out
 from tessera.execute.lower import describe
 from tessera.execute.mailbox import Hangup
 from tessera.execute.memory import Footprint, Programs, check_fits, footprints, ready_programs
@@ -104,21 +104,28 @@ class WorkerStepper(Runs):
         self._lowered = {key: self._lowered[key] for key in replaced}
         self._lowered |= {id(plan): ready_programs(plan) for plan in plans if id(plan) not in replaced}
         old = {id(x.lane.plan): x.lane for x in self.opened.values()}
-        needed = self._check_memory(plans, [lane for key, lane in old.items() if key not in map(id, plans)])
+        others = [lane for key, lane in old.items() if key not in map(id, plans)]
+        in_use: Collection[int] = self.opened.keys()
+        try:
+            needed = self._check_memory(plans, others, in_use)
+        except DeviceMemoryError:  # for other microbatches than devices had
+            needed, in_use = self._check_memory(plans, others), ()
         num_steps = len(self.lanes.graphs)
-        new = self.lanes.load(plans)
+        new = self.lanes.load(plans, in_use)
         lanes = _numbered(new, self._lowered)
         self.add(lanes)
         self.plans, self.footprints = tuple(plans), needed
         traces = tuple(graph.trace for graph in self.lanes.graphs[num_steps:])
         us = [messages.modelled_us(self.lanes, device, num_steps) for device in range(len(self._names))]
-        programs, ranges = tuple(map(tuple, lanes)), messages.lane_ranges(new)
-        self._drop_lanes([messages.LoadLanes(programs, traces, rows, ranges) for rows in us])
+        programs, numbers = tuple(map(tuple, lanes)), tuple(tuple(lane.microbatches) for lane in new)
+        self._drop_lanes([messages.LoadLanes(programs, traces, rows, numbers) for rows in us])
 
-    def _check_memory(self, plans: Sequence[Plan], old: Sequence[LoadedLane] = ()) -> tuple[Footprint, ...]:
+    def _check_memory(
+        self, plans: Sequence[Plan], old: Sequence[LoadedLane] = (), in_use: Collection[int] = ()
+    ) -> tuple[Footprint, ...]:
         every = [*plans, *(lane.plan for lane in old)]
-        ranges = [*ranges_of(plans, self.microbatches), *(lane.microbatches for lane in old)]
-        needed = footprints(every, [self._lowered[id(plan)] for plan in every], ranges)
+        numbers = [*shared_out(plans, self.microbatches, in_use), *(lane.microbatches for lane in old)]
+        needed = footprints(every, [self._lowered[id(plan)] for plan in every], numbers)
         check_fits(every, needed)
         return needed
 

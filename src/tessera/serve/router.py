@@ -100,8 +100,9 @@ class Router(Scheduler[ActiveRequest]):
 
         False if their plans are loaded already.
         """
-        name, plans = self.service_plan.policy, plans_of(policies)
-        is_new = [*map(id, plans)] != [*map(id, self.stepper.plans)]
+        name = self.service_plan.policy
+        plans = plans_of(sorted(policies, key=lambda policy: policy.policy != name))
+        is_new = {*map(id, plans)} != {*map(id, self.stepper.plans)}
         if is_new:
             self.stepper.load(plans)
             self._switched_s = self.stepper.now_s()

@@ -132,7 +132,7 @@ class VirtualStepper:
         pass
 
     def load(self, plans: Sequence[Plan]) -> None:
-        self.lanes.load(plans)
+        self.lanes.load(plans, self._open)
         self.plans = tuple(plans)
         self._drop_lanes()
 

@@ -15,7 +15,7 @@ import engine_factory
 import home_factory as made
 from reference_stepper import ReferenceStepper
 from tessera.errors import MismatchError, TesseraError
-from tessera.execute.lanes import Lanes, ranges_of
+from tessera.execute.lanes import Lanes, shared_out
 from tessera.execute.memory import footprints, ready_programs
 from tessera.execute.reference import InOrder
 from tessera.execute.stepper import DeviceBack, Moved, PageMove, StepCall, StepDone, Stepper
@@ -84,12 +84,20 @@ def test_equal_steps_are_numbered_once_and_homes_by_name() -> None:
 
 
 def test_groups_of_a_service_have_microbatches_of_their_own() -> None:
-    """Plans without a home share all; where there are too few, the last plans share some."""
+    """Plans without a home share all; where there are too few, plans share some."""
     two, three = (replace(plan, microbatches=num) for plan, num in zip(plans(), (2, 3), strict=False))
 
-    assert [range(2), range(2, 5)] == [lane.microbatches for lane in Lanes([two, three], 6).all]
-    assert [range(2), range(1, 4)] == [lane.microbatches for lane in Lanes([two, three], 4).all]
-    assert [range(4), range(2)] == ranges_of([replace(three, home=""), two], 4)
+    assert [(0, 1), (2, 3, 4)] == [lane.microbatches for lane in Lanes([two, three], 6).all]
+    assert [(0, 1), (2, 3, 0)] == [lane.microbatches for lane in Lanes([two, three], 4).all]
+    assert [range(4), (0, 1)] == shared_out([replace(three, home=""), two], 4)
+
+
+def test_plans_that_replace_others_have_free_microbatches_first() -> None:
+    """So that they are used while the old ones end."""
+    one, two = (replace(plan, microbatches=num) for plan, num in zip(plans(), (1, 2), strict=False))
+    found = Lanes([one, two], 3)
+
+    assert [(2,), (0, 1)] == [lane.microbatches for lane in found.load([one, two], in_use={0, 1})]
 
 
 def test_a_home_on_other_devices_or_of_another_size_is_refused() -> None:

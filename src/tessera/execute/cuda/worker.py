@@ -79,7 +79,7 @@ class CudaWorker(DeviceWorker):
         self._last: _Running | None = None
         # (microbatch, step of inputs or name of state) -> pinned memory, with the event after its last copy.
         self._staged: dict[tuple[int, int | str], deque[tuple[torch.Tensor, Any]]] = {}
-        self._load(messages.LoadLanes(setup.programs, setup.traces, setup.us, setup.ranges))
+        self._load(messages.LoadLanes(setup.programs, setup.traces, setup.us, setup.lane_microbatches))
         for _ in range(START_GRAPHS):
             self._graphs.capture_next()
 
@@ -101,9 +101,8 @@ class CudaWorker(DeviceWorker):
 
     def _load(self, new: messages.LoadLanes) -> None:
         self._graphs.add_steps(new.traces, new.us)
-        first = len(self._programs)
-        for lane, (programs, ends) in enumerate(zip(new.programs, new.ranges, strict=True), first):
-            self._numbers.append(self._graphs.add(programs, range(*ends), lane in self._setup.dropped))
+        for lane, added in enumerate(zip(new.programs, new.microbatches, strict=True), len(self._programs)):
+            self._numbers.append(self._graphs.add(*added, lane in self._setup.dropped))
         self._programs += new.programs
         self._graphs.keep_weights()
 
