@@ -138,7 +138,8 @@ class FunctionCall:
             old, new = before.get(name), after.get(name)
             is_added = name not in before and name not in given
             is_constant = is_added and isinstance(new, torch.Tensor) and not varies(new)
-            if _is_other(old, new) and name not in unread and not is_constant:
+            is_other = old is not new if _is_tensor(old, new) else bool(old != new)
+            if is_other and name not in unread and not is_constant:
                 raise self._replaced(name, _is_tensor(old, new), arguments)
 
     def _replaced(self, name: str, is_tensor: bool, arguments: Any) -> CaptureError:
@@ -359,10 +360,6 @@ def _alike(leaf: Any, fixed: Any) -> bool:
 
 def _is_tensor(*values: Any) -> bool:
     return any(isinstance(value, torch.Tensor) for value in values)
-
-
-def _is_other(old: Any, new: Any) -> bool:
-    return old is not new if _is_tensor(old, new) else bool(old != new)
 
 
 def _seen(named: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -4,8 +4,8 @@ Rule: the lane furthest below its share of the open microbatches, counting the n
 Shares come from a plan's lane table (entry i is the lane of microbatch i), else from the lanes' rates.
 
 Lanes of all plans ever loaded are numbered consecutively, so that a microbatch can finish on a lane of a
-replaced plan; equal steps have one number. Groups of a service have microbatches of their own, so that a
-device holds what those of its groups need, after a replacement free ones first; other plans share all.
+replaced plan; equal steps have one number. Groups of a service have microbatches of their own, so that
+devices hold what their groups need; other plans share all.
 
 A step may be queued behind the running one of its microbatch (`can_overlap`). Transfers land in the same
 places in every step, so before a device sends in the next step, the receiver must have used what it received
@@ -109,7 +109,7 @@ class LoadedLane:
 
 class Lanes:
     def __init__(self, plans: Sequence[Plan], microbatches: int | None = None) -> None:
-        self.microbatches = microbatches
+        self._most = microbatches
         self.all: list[LoadedLane] = []
         self.graphs: list[Graph] = []
         self.costs: list[Costs | None] = []
@@ -123,14 +123,12 @@ class Lanes:
         self.load(plans)
 
     def load(self, plans: Sequence[Plan], in_use: Collection[int] = ()) -> tuple[LoadedLane, ...]:
-        """`in_use`: see `shared_out`."""
         check_alike([*([self.all[0].plan] if self.all else []), *plans])
         self._add_homes(plans)
         self._old |= {lane.number: lane for lane in self.current}
         self._first = len(self.all)
         self._shares = [LaneShares(shares_of(plan.lanes, plan.lane_table)) for plan in plans]
-        shares = shared_out(plans, self.microbatches, in_use)
-        for (policy, plan), own in zip(enumerate(plans), shares, strict=True):
+        for (policy, plan), own in zip(enumerate(plans), shared_out(plans, self._most, in_use), strict=True):
             steps = self._number_steps(plan)
             home = self.homes[plan.home].number if plan.home else None
             for at in range(len(plan.lanes)):
@@ -210,10 +208,7 @@ class Lanes:
 def shared_out(
     plans: Sequence[Plan], most: int | None = None, in_use: Collection[int] = ()
 ) -> list[Sequence[int]]:
-    """Microbatches that each plan can have, `most` in all; None: as many as the plans need.
-
-    The first plans get those that are not `in_use`.
-    """
+    """Microbatches that each plan can have, `most` in all (None: as many as they need); free ones first."""
     if most is None:
         most = max(sum(p.microbatches for p in plans if p.home), *(p.microbatches for p in plans))
     order = cycle(chain((number for number in range(most) if number not in in_use), sorted(in_use)))

@@ -467,6 +467,13 @@ class DeviceState:
         in_turn = zip(fetches(trace, program, self._device).items(), cycle(ring), strict=False)
         return {launch: dict(zip(buffers, places, strict=False)) for (launch, buffers), places in in_turn}
 
+    def drop(self, homes: Iterable[int], kept: Collection[int]) -> None:
+        """`kept`: microbatches that may be opened again."""
+        for home in homes:
+            self.homes.pop(home, None)
+        self.by_microbatch = {key: held for key, held in self.by_microbatch.items() if key[0] in kept}
+        self.rings = {key: ring for key, ring in self.rings.items() if key[0] in kept}
+
     def _zeros(self, size_bytes: int) -> Storage:
         return torch.zeros(size_bytes, dtype=torch.uint8, device=self._card).untyped_storage()
 

@@ -370,6 +370,10 @@ class WorkerConfig:
         return replace(self, traces=traces, programs=programs, us=us, lane_microbatches=numbers)
 
     @property
+    def kept_microbatches(self) -> set[int]:
+        return {n for lane, own in enumerate(self.lane_microbatches) if lane not in self.dropped for n in own}
+
+    @property
     def homes(self) -> set[int]:
         lanes = (programs for lane, programs in enumerate(self.programs) if lane not in self.dropped)
         return {program.home for programs in lanes for program in programs}

@@ -104,11 +104,8 @@ class CpuWorker(DeviceWorker):
         self._programs += new.programs
         self._memory.add_homes(self._live)
 
-    def _drop(self, lanes: Collection[int], homes: Collection[int]) -> None:
-        for key in [key for key in self._programs_memory if key[1] in lanes]:
-            del self._programs_memory[key]
-        for home in homes:
-            self._memory.homes.pop(home, None)
+    def _drop(self, lanes: Collection[int]) -> None:
+        self._programs_memory = {k: held for k, held in self._programs_memory.items() if k[1] not in lanes}
 
     def _where(self) -> list[tuple[int, int, int]]:
         words = [int(value) for value in self._progress]

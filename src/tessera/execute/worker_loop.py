@@ -60,7 +60,8 @@ class DeviceWorker(ABC):
                 self._pages.retry()
             case messages.DropLanes(lanes, homes):
                 self._setup = replace(self._setup, dropped=(*self._setup.dropped, *lanes))
-                self._drop(set(lanes), homes)
+                self._state.drop(homes, self._setup.kept_microbatches)
+                self._drop(set(lanes))
             case messages.MovePages():
                 self._pages.order(news)
             case PageNews():
@@ -103,7 +104,7 @@ class DeviceWorker(ABC):
     def _load(self, new: messages.LoadLanes) -> None:
         """Adds lanes and steps."""
 
-    def _drop(self, lanes: Collection[int], homes: Collection[int]) -> None:
+    def _drop(self, lanes: Collection[int]) -> None:
         """Frees their memory."""
 
     @property

@@ -103,8 +103,7 @@ class WorkerStepper(Runs):
         replaced = {id(plan): plan for plan in (*self.lanes.replaced, *self.plans)}
         self._lowered = {key: self._lowered[key] for key in replaced}
         self._lowered |= {id(plan): ready_programs(plan) for plan in plans if id(plan) not in replaced}
-        old = {id(x.lane.plan): x.lane for x in self.opened.values()}
-        others = [lane for key, lane in old.items() if key not in map(id, plans)]
+        others = list({id(opened.lane.plan): opened.lane for opened in self.opened.values()}.values())
         in_use: Collection[int] = self.opened.keys()
         try:
             needed = self._check_memory(plans, others, in_use)

@@ -16,7 +16,7 @@ import home_factory as made
 from reference_stepper import ReferenceStepper
 from tessera.errors import MismatchError, TesseraError
 from tessera.execute.lanes import Lanes, shared_out
-from tessera.execute.memory import footprints, ready_programs
+from tessera.execute.memory import WorkerMemory, footprints, ready_programs
 from tessera.execute.reference import InOrder
 from tessera.execute.stepper import DeviceBack, Moved, PageMove, StepCall, StepDone, Stepper
 from tessera.execute.worker_stepper import WorkerStepper
@@ -98,6 +98,19 @@ def test_plans_that_replace_others_have_free_microbatches_first() -> None:
     found = Lanes([one, two], 3)
 
     assert [(2,), (0, 1)] == [lane.microbatches for lane in found.load([one, two], in_use={0, 1})]
+
+
+def test_state_of_microbatches_that_no_lane_has_is_freed() -> None:
+    """With the homes that are dropped."""
+    plan, memory = plans()[2], WorkerMemory(1)
+    for graph in plan.graphs:
+        memory.add_step(graph.trace, {})
+    for microbatch in range(3):
+        memory.program_memory(microbatch, replace(ready_programs(plan)[0][0], home=7), ())
+    assert ({0, 1, 2}, {7}) == ({number for number, *_ in memory.by_microbatch}, set(memory.homes))
+    memory.drop([7], {1})
+
+    assert ({1}, set()) == ({number for number, *_ in memory.by_microbatch}, set(memory.homes))
 
 
 def test_a_home_on_other_devices_or_of_another_size_is_refused() -> None:

@@ -79,8 +79,8 @@ class DeviceGraphs:
     def add(
         self, programs: Sequence[Program], microbatches: Sequence[int], is_dropped: bool = False
     ) -> list[int]:
-        """Allocates for the programs of a lane and the microbatches that it can have; returns the programs'
-        numbers, which the transport shares.
+        """Allocates for the programs and microbatches of a lane; returns the programs' numbers, which the
+        transport shares.
 
         `is_dropped`: only its places in the transport are kept.
         """
@@ -107,15 +107,13 @@ class DeviceGraphs:
         self._list_missing()
         return list(range(first, len(self._programs)))
 
-    def drop(self, numbers: Collection[int], homes: Collection[int]) -> None:
+    def drop(self, numbers: Collection[int]) -> None:
         self._dropped |= set(numbers)
         live = self._live()
         graphs, steps = {self._shared[n] for n in live}, {self._programs[n].step for n in live}
         self._graphs = {key: graph for key, graph in self._graphs.items() if key[1] in graphs}
         for room in self.buffers.values():
             room.arenas = {step: arena for step, arena in room.arenas.items() if step in steps}
-        for home in homes:
-            self.state.homes.pop(home, None)
         self._list_missing()
         torch.cuda.empty_cache()
 

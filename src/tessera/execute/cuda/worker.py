@@ -106,8 +106,8 @@ class CudaWorker(DeviceWorker):
         self._programs += new.programs
         self._graphs.keep_weights()
 
-    def _drop(self, lanes: Collection[int], homes: Collection[int]) -> None:
-        self._graphs.drop([number for lane in lanes for number in self._numbers[lane]], homes)
+    def _drop(self, lanes: Collection[int]) -> None:
+        self._graphs.drop([number for lane in lanes for number in self._numbers[lane]])
 
     def _relink(self, device: int, epoch: int) -> None:
         self._graphs.relink(device, epoch)
