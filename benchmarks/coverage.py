@@ -149,7 +149,7 @@ def _serve(row: Row, folder: str) -> None:
 
     if "decode" not in row["steps"]:
         raise TesseraError("it generates no text")
-    if "encode" in row["steps"]:
+    if "encode" in row["steps"] and row["name"] != PICTURES:
         raise TesseraError("what it encodes is no prompt of text")
     sizes: dict[str, Any] = {"microbatches": 1, "rows": BATCH, "capacity": 32, "max_batch_tokens": 8}
     model = served(folder, ServeSpec(**sizes, random_weights=True, joined=False))
@@ -256,7 +256,7 @@ def markdown(rows: Sequence[Row]) -> str:
             if said is None or said is True:
                 cells.append("yes" if said else "-")
             else:
-                reason = re.sub(rf"\b(an? )?{re.escape(row['name'])}\b", "it", str(said))
+                reason = re.sub(rf"\b(an? )?{re.escape(row['name'])}\b", "it", str(said)).removeprefix("it: ")
                 cells.append(f"no ({notes.setdefault(reason, len(notes) + 1)})")
         steps = ", ".join(row.get("steps", ())) or "-"
         lines.append(f"| {row['name']} | {row['class']} | {steps} | {' | '.join(cells)} |")
