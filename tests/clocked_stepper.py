@@ -74,7 +74,7 @@ class ClockedStepper:
 
     def load(self, plans: Sequence[Plan]) -> None:
         """What is open goes on."""
-        self.lanes.load(plans)
+        self.lanes.load(plans, self.opened)
         self.plans = tuple(plans)
 
     def open(self, microbatch: int, lane: int, state: Tensors | None = None) -> None:

@@ -55,7 +55,7 @@ class ReferenceStepper:
 
     def load(self, plans: Sequence[Plan]) -> None:
         self.plans = tuple(plans)
-        self.lanes.load(plans)
+        self.lanes.load(plans, self._states)
 
     def open(self, microbatch: int, lane: int, state: Tensors | None = None) -> None:
         if microbatch in self._states:

@@ -213,7 +213,7 @@ class ToyStepper:
 
     def load(self, plans: Sequence[Plan]) -> None:
         """What is open goes on along its lane."""
-        self.lanes.load(plans)
+        self.lanes.load(plans, self._spaces)
         self.plans = tuple(plans)
 
     def open(self, microbatch: int, lane: int, state: Tensors | None = None) -> None:

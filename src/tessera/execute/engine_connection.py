@@ -166,7 +166,7 @@ def connect_engine(
 ) -> EngineConnection:
     """Retries for `again_s` if nobody listens there, for `patience_s` otherwise.
 
-    Probes go on until the connection is open, because an engine may close between a probe and its handshake.
+    Probes go on until the connection is open: an engine may close before its handshake.
     WorkerError if nobody answers, MismatchError if the secret is not the engine's.
     """
     refused_s = patience_s if again_s is None else min(again_s, patience_s)

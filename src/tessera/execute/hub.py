@@ -46,7 +46,7 @@ ABSENT_S = 20.0
 MAX_CONFIGURED = 3
 # Source of messages about no device.
 NOBODY = -1
-# Hardware queues of a worker, and of all on one card: it has no more for processes under CUDA MPS.
+# Hardware queues of a worker, and of all on one card under CUDA MPS.
 QUEUES, QUEUES_OF_CARD = 32, 64
 NAME_BYTES = 16
 

@@ -205,12 +205,14 @@ class Lanes:
             self._shares[lane.policy].give_back(lane.index)
 
 
-def shared_out(
-    plans: Sequence[Plan], most: int | None = None, in_use: Collection[int] = ()
-) -> list[Sequence[int]]:
-    """Microbatches that each plan can have, `most` in all (None: as many as they need); free ones first."""
-    if most is None:
-        most = max(sum(p.microbatches for p in plans if p.home), *(p.microbatches for p in plans))
+def num_microbatches(plans: Sequence[Plan]) -> int:
+    """As many as groups have, and one with which they are replaced one by one."""
+    return max(1 + sum(plan.microbatches for plan in plans if plan.home), *(p.microbatches for p in plans))
+
+
+def shared_out(plans: Sequence[Plan], most: int | None, in_use: Collection[int] = ()) -> list[Sequence[int]]:
+    """Microbatches of each plan, `most` in all (None: what is needed), free ones first."""
+    most = most or num_microbatches(plans)
     order = cycle(chain((number for number in range(most) if number not in in_use), sorted(in_use)))
     return [tuple(islice(order, min(p.microbatches, most))) if p.home else range(most) for p in plans]
 

@@ -96,7 +96,7 @@ def footprints(
             for plan, lanes in zip(plans, programs, strict=True)
         ]
         held: dict[int, int] = {}
-        for numbers, lanes in zip(microbatches or shared_out(plans), each, strict=True):
+        for numbers, lanes in zip(microbatches or shared_out(plans, None), each, strict=True):
             held |= {number: max(held.get(number, 0), *lanes) for number in numbers}
         if len(plans) == 1 and (table := plans[0].lane_table):  # any microbatch may use the largest lane
             held = {number: each[0][table[number % len(table)]] for number in held}

@@ -35,6 +35,7 @@ from tessera.errors import (
     TesseraError,
     version_of,
 )
+from tessera.execute.lanes import num_microbatches
 from tessera.execute.processes import FORKSERVER, warm_up
 from tessera.execute.worker_stepper import MakeHub, WorkerStepper
 from tessera.ir import units
@@ -107,7 +108,7 @@ class Prepared:
             self.plans,
             self.model.weights(),
             # Groups of two policies are open during a switch.
-            microbatches=sum(group.microbatches for policy in self.policies for group in policy.groups),
+            microbatches=num_microbatches(self.plans),
             transport=transport,
             timeout_s=STEP_TIMEOUT_S,
             method=FORKSERVER,

@@ -36,6 +36,7 @@ from tessera.serve.rehearse import rated
 from tessera.serve.router import Router
 
 LONG = Ask((1, 2, 3), 45, GREEDY, ignores_end=True)
+SHORT = Ask((3, 1), 2, GREEDY, ignores_end=True)
 STEPS = len(SHAPE.sizes)
 
 
@@ -125,6 +126,27 @@ def test_where_there_is_no_plan_without_it_the_device_is_waited_for() -> None:
 
     assert expected(LONG) == told.what
     assert any("no plans without toy:1: it does not fit" in line for line in said)
+
+
+def test_a_request_begins_on_new_groups_while_those_of_before_still_answer() -> None:
+    """One microbatch more than groups have lets them be replaced one by one."""
+    stepper = ToyStepper(plans=toy_policies(["quick"]), step_s=0.02)
+    with service_of(stepper) as service:
+
+        async def told() -> tuple[list[Any], Any, bool]:
+            before = [asyncio.ensure_future(read(service, LONG)) for _ in TOYS]
+            while service.snapshot().running < len(before):
+                await asyncio.sleep(0.01)
+            service._engine.post(lambda: service._engine.load(toy_policies(["quick"])))
+            short = await read(service, SHORT)
+            is_first = not any(one.done() for one in before)
+            return list(await asyncio.gather(*before)), short, is_first
+
+        before, short, is_first = wait_for(told())
+
+    assert is_first
+    assert [expected(LONG)] * 2 == [one.what for one in before]
+    assert expected(SHORT) == short.what
 
 
 def test_the_state_can_be_read_while_plans_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,6 @@ class DeviceGraphs:
     def __init__(
         self, setup: Setup, transport: Callable[[int], GpuTransport | None] = lambda ordinal: None
     ) -> None:
-        """Steps and lanes are added."""
         self.device = GpuDevice(setup.cluster.devices, setup.device)
         self.cluster, self._num_microbatches = setup.cluster, setup.microbatches
         self._weights: Tensors = setup.weights
@@ -50,10 +49,9 @@ class DeviceGraphs:
         self._resident: dict[object, Storage] = {}
         # By address: given, and page-locked.
         self._locked: dict[int, tuple[Storage, Storage]] = {}
-        card = self.device.card
         self.transport = transport(self.device.ordinal)
         keeps_links = self.transport is None or self.transport.carries_records
-        self.clockwork = Clockwork(setup, self._us, card, keeps_links)
+        self.clockwork = Clockwork(setup, self._us, self.device.card, keeps_links)
         self._programs: list[Program] = []
         # Contents of a program -> first such program; program -> the one whose graph it shares.
         self._numbers: dict[object, int] = {}
@@ -85,11 +83,12 @@ class DeviceGraphs:
         `is_dropped`: only its places in the transport are kept.
         """
         first = len(self._programs)
-        if is_dropped:
-            self._dropped |= set(range(first, first + len(programs)))
         if is_dropped or not any(self._has_share(p) or self._state_buffers(p) for p in programs):
             microbatches = ()
-        self._check_memory(programs, microbatches)
+        if is_dropped:
+            self._dropped |= set(range(first, first + len(programs)))
+        else:
+            self._check_memory(programs, microbatches)
         self._programs += programs
         self._microbatches += [microbatches] * len(programs)
         for number, program in enumerate(programs, first):
