@@ -20,7 +20,7 @@ from tessera.errors import WorkerError
 from tessera.execute import driver, messages
 from tessera.execute.cuda.direct import Ipc, PeerAway
 from tessera.execute.cuda.graphs import DeviceGraphs
-from tessera.execute.cuda.measure import measure
+from tessera.execute.cuda.measure import measure, whole_plan
 from tessera.execute.cuda.share import ShareGraph, _Issue
 from tessera.execute.cuda.transport import GpuTransport, InboxSpot
 from tessera.execute.engine_connection import EngineConnection
@@ -170,6 +170,26 @@ def test_weights_that_are_not_aligned_are_fetched_from_a_copy() -> None:
     assert found.nbytes() == size
     assert torch.equal(torch.empty(0, dtype=given.dtype).set_(found), given.flatten())
     assert graphs._pinned(0, index).data_ptr() == found.data_ptr()
+
+
+def test_a_graph_is_captured_again_where_the_state_that_it_had_was_freed() -> None:
+    """Also if another lane has an equal one."""
+    made = plan("single", is_dilated=False)
+    alone, weights = (
+        replace(made.cluster, devices=made.cluster.devices[:1], links=()),
+        workloads()[0].weights(),
+    )
+    graphs = DeviceGraphs(messages.Setup(0, alone, (), (), 2, weights=weights))
+    graphs.add_steps([graph.trace for graph in made.graphs])
+    programs = lower(whole_plan(made.unit, alone, 0))[0]
+    first, other = graphs.add(programs, (0,)), graphs.add(programs, (1,))
+    before, beside = graphs.graph(0, first[0]), graphs.graph(1, other[0])
+    graphs.state.drop((), {1})
+    graphs.drop(first)
+    again = graphs.add(programs, (0,))
+
+    assert beside is graphs.graph(1, other[0])
+    assert before is not graphs.graph(0, again[0])
 
 
 def test_what_a_measurement_held_is_free_when_it_ends() -> None:

@@ -109,8 +109,9 @@ class DeviceGraphs:
     def drop(self, numbers: Collection[int]) -> None:
         self._dropped |= set(numbers)
         live = self._live()
-        graphs, steps = {self._shared[n] for n in live}, {self._programs[n].step for n in live}
-        self._graphs = {key: graph for key, graph in self._graphs.items() if key[1] in graphs}
+        steps = {self._programs[n].step for n in live}
+        kept = {(microbatch, self._shared[n]) for n in live for microbatch in self._microbatches[n]}
+        self._graphs = {key: graph for key, graph in self._graphs.items() if key in kept}
         for room in self.buffers.values():
             room.arenas = {step: arena for step, arena in room.arenas.items() if step in steps}
         self._list_missing()
@@ -306,14 +307,11 @@ class DeviceGraphs:
                 elif state.name not in self.state.homes.get(program.home, {}):
                     pages[program.home, state.name] = state.size_bytes
         allocated = {*self.state.by_microbatch, *self.state.rings}
-        each = [
-            sum(n for key, n in sizes.items() if (microbatch, *key) not in allocated)
-            for microbatch in microbatches
-        ]
+        each = [sum(n for key, n in sizes.items() if (m, *key) not in allocated) for m in microbatches]
         inbox = self.transport.new_bytes(new, self.traces) if self.transport is not None else 0
         most, total = max(each, default=0) + inbox // self._num_microbatches, sum(each) + inbox
-        sizes_here = (sum(weights.values()), most, len(each), total, sum(pages.values()))
-        footprint = Footprint(self.device.record.name, *sizes_here)
+        here = (sum(weights.values()), most, len(each), total, sum(pages.values()))
+        footprint = Footprint(self.device.record.name, *here)
         check_memory(footprint, torch.cuda.mem_get_info(card)[0], " that are free")
 
 
