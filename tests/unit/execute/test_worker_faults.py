@@ -29,7 +29,7 @@ from tessera.execute.messages import Clear, Setup, StoreGet, Where, encode
 from tessera.execute.processes import FORKSERVER, LocalProcess
 from tessera.execute.stepper import DeviceBack, DeviceLost, StepCall, StepDone
 from tessera.execute.worker_stepper import Verdict, WorkerStepper, judge
-from tessera.ir import Plan, Program, Recv, Run, Send, Transfer
+from tessera.ir import Cluster, Device, DeviceKind, Plan, Program, Recv, Run, Send, Transfer
 
 NAMED = re.compile(r"device d\d: .*(at instruction \d+ of \d+, \w+ of |before its share|with no work)")
 
@@ -352,6 +352,18 @@ def test_a_setup_that_cannot_be_sent_is_told_at_once() -> None:
     with pytest.raises(WorkerError, match=r"device d1: .*RuntimeError: changed size"), stepper:
         pass
     assert time.monotonic() - begun < hubs.START_TIMEOUT_S / 3
+
+
+def test_parts_of_one_card_share_its_hardware_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card has few for processes under CUDA MPS."""
+    hub, queues = workers(one_way()).hub, list[int]()
+    monkeypatch.setattr(hubs, "LocalProcess", lambda main, own, *more: queues.append(own[1]))
+    for num in (1, 2, 4, 100):
+        parts = tuple(Device(f"cuda:0/sm={n}", DeviceKind.CUDA, "a100", 1 << 34) for n in range(num))
+        hub.names = [part.name for part in parts]
+        hub._launch(0, replace(hub.setups[0], cluster=Cluster(parts, ())))
+
+    assert [32, 32, 16, 1] == queues
 
 
 class Unread:
